@@ -1,0 +1,167 @@
+"""How the batch flows through the program: which values are cut by rows, whole, or partial sums.
+
+Data parallelism and micro-batching both cut the batch, so one analysis serves both. It is exact,
+not a choice: rows stay cut wherever the operation allows it. Where an operation needs the whole
+batch the analysis records an edge: a collective over the data axis, and with several
+micro-batches either a prologue (if it depends on inputs alone) or a refusal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+from ir.errors import Refused
+from ir.factors import Factors, infer
+from ir.graph import BATCH, Block, Graph, Node, references
+from ir.layout import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
+from ir.strategies import Strategy, strategies
+
+NOMINAL_BATCH = 64
+"""Batch size at which the greedy choice compares bytes; any size gives the same choices."""
+
+
+def dual(place: Placement) -> Placement:
+    """The placement of a gradient: whole values have partial gradients and the reverse."""
+    match place:
+        case Shard():
+            return place
+        case Replicate():
+            return PARTIAL
+        case Partial():
+            return REPLICATE
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The batch placement of every value of a block and each node's strategy on the batch."""
+
+    place: dict[str, Placement]
+    chosen: dict[Node, Strategy]
+
+    def gathers(self, block: Block) -> list[tuple[Node, str, Placement]]:
+        """Operands that must be completed over the batch: (node, value, wanted placement)."""
+        found = []
+        for node in block.nodes:
+            names = [ref.name for ref in references((node.args, node.kwargs))]
+            for name, want in zip(names, self.chosen[node].operands, strict=True):
+                have = self.place[name]
+                if have != want and have != REPLICATE:
+                    found.append((node, name, want))
+        return found
+
+
+@lru_cache(maxsize=512)
+def factors_of(block: Block) -> Factors:
+    """The factors of a block, inferred once."""
+    return infer(block)
+
+
+@lru_cache(maxsize=512)
+def spread(block: Block, inputs: tuple[Placement, ...]) -> Spread:
+    """Batch placements of a block's values from those of its inputs."""
+    factors = factors_of(block)
+    leaves = [leaf for leaf, size in factors.size.items() if size == BATCH]
+    place: dict[str, Placement] = dict(zip(block.inputs, inputs, strict=True))
+    chosen: dict[Node, Strategy] = {}
+    tangents = {tangent: output for output, tangent in block.tangents}
+    for i, node in enumerate(block.nodes):
+        if i == block.n_forward:
+            place |= {tangent: dual(place[output]) for tangent, output in tangents.items()}
+        names = [ref.name for ref in references((node.args, node.kwargs))]
+        options = strategies(node, factors, leaves)
+        best = min(options, key=lambda s: _cost(s, names, place, block))
+        chosen[node] = best
+        results = [name for name in node.outputs if name in factors.dims]
+        place |= dict(zip(results, best.results, strict=True))
+    place |= {t: dual(place[o]) for t, o in tangents.items() if t not in place}
+    return Spread(place, chosen)
+
+
+def _cost(option: Strategy, names: list[str], place: dict[str, Placement], block: Block):
+    """Bytes to move, then cut before partial before whole."""
+    moved = 0.0
+    for name, want in zip(names, option.operands, strict=True):
+        have = place[name]
+        if have == want or have == REPLICATE:
+            continue
+        if want == PARTIAL:
+            return (float("inf"), 0)
+        factor = 2 if have == PARTIAL and want == REPLICATE else 1
+        moved += factor * block.types[name].bytes(NOMINAL_BATCH) + 1
+    partial = any(p == PARTIAL for p in option.operands)
+    return (moved, 0 if option.leaf is not None else 1 if partial and _has(names, place) else 2)
+
+
+def _has(names: list[str], place: dict[str, Placement]) -> bool:
+    return any(place[name] == PARTIAL for name in names)
+
+
+Placements: TypeAlias = "tuple[Placement, ...]"
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The batch placement of graph-level values, and of each call's inputs."""
+
+    values: dict[str, Placement]
+    calls: tuple[Placements, ...]
+    early: frozenset[str]
+
+    def spread_of(self, graph: Graph, index: int) -> Spread:
+        return spread(graph.blocks[graph.calls[index].block], self.calls[index])
+
+
+def flow(graph: Graph) -> Flow:
+    """Follows the batch through all calls. `early` values exist before the first micro-batch."""
+    values: dict[str, Placement] = {item.name: REPLICATE for item in graph.state}
+    for item in graph.inputs:
+        values[item.name] = REPLICATE if item.batch_dim is None else Shard(item.batch_dim)
+    early = frozenset(values)
+    calls = []
+    for call in graph.calls:
+        block = graph.blocks[call.block]
+        inputs = tuple(values[name] for name in call.arguments)
+        calls.append(inputs)
+        result = spread(block, inputs)
+        values |= {
+            r: result.place[o] for r, o in zip(call.results, block.outputs, strict=True)
+        }
+    for state in graph.state:
+        if state.update and isinstance(values[state.update], Shard):
+            raise Refused(
+                f"buffer {state.names[0]} is updated with a tensor that has one entry per row of "
+                "the batch; no rank holds all rows. Keep such a tensor out of the buffers."
+            )
+    return Flow(values, tuple(calls), early)
+
+
+def needs_whole_batch(graph: Graph, batch_flow: Flow) -> str | None:
+    """Why several micro-batches can't give the one-device result, or None if they can."""
+    for index, call in enumerate(graph.calls):
+        block = graph.blocks[call.block]
+        result = batch_flow.spread_of(graph, index)
+        once = sum(other.block == call.block for other in graph.calls) == 1
+        early = {
+            name for name, value in zip(block.inputs, call.arguments, strict=True)
+            if value in batch_flow.early
+        }  # fmt: skip
+        known = early_values(block, early)
+        for node, name, _ in result.gathers(block):
+            if not once or name not in known:
+                return f"{node.source or call.path}: {node.op} needs all rows of the batch at once"
+        for value, gradient in block.gradients:
+            want = dual(result.place[value])
+            if result.place[gradient] not in (want, REPLICATE):
+                return f"{call.path}: the gradient of {value} needs all rows of the batch at once"
+    return None
+
+
+def early_values(block: Block, allowed: set[str]) -> set[str]:
+    """Values that depend on nothing but the allowed inputs of their block."""
+    known = set(allowed)
+    for node in block.forward:
+        if all(name in known for name in node.inputs):
+            known.update(node.outputs)
+    return known

@@ -1,0 +1,44 @@
+"""Identifiers made from a user's names: text from outside never becomes code.
+
+Input: any string. Output: an ASCII Python identifier that is no keyword, no name that emitted
+programs use themselves, and unique within its `Namer`.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+
+RESERVED = frozenset(
+    "torch ops ctx w g x y dx dy saved mesh data tensor pipeline all_reduce all_gather "
+    "reduce_scatter all_to_all shard first dropout Stage SimpleNamespace range reversed len zip "
+    "float int list tuple i True False None self math".split()
+)
+
+
+def identifier(text: str, *, default: str = "value") -> str:
+    """`text` as a lower-case identifier: `h.0/attn weight` becomes `h_0_attn_weight`."""
+    word = re.sub(r"[^0-9a-zA-Z_]+", "_", text).strip("_").lower()[:60]
+    if not word:
+        word = default
+    if word[0].isdigit():
+        word = f"{default}_{word}"
+    if keyword.iskeyword(word) or keyword.issoftkeyword(word) or word in RESERVED:
+        word += "_"
+    return word
+
+
+class Namer:
+    """Hands out unique identifiers."""
+
+    def __init__(self) -> None:
+        self.used: set[str] = set()
+
+    def __call__(self, text: str, *, default: str = "value") -> str:
+        base = word = identifier(text, default=default)
+        number = 1
+        while word in self.used:
+            word = f"{base}_{number}"
+            number += 1
+        self.used.add(word)
+        return word

@@ -1,0 +1,297 @@
+"""Factor signatures: how the dims of an operation's tensors relate.
+
+Each dim is a letter; equal letters are the same factor. From a signature follow the legal
+shardings (any letter that is not `whole`), what becomes a partial sum (a letter of `adds` that a
+result lacks), and through which operands a partial sum may pass (`linear`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from ir.graph import Node, TensorType, references
+
+Dims: TypeAlias = "tuple[str | None, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Letters of every operand (each `Ref` in order) and result; `None` is a dim of size one.
+
+    `regroups` marks a view: operand and result are the same elements, differently grouped.
+    `gathers` are letters over which the local op communicates by itself (results come out whole).
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    whole: frozenset[str] = frozenset()
+    adds: frozenset[str] = frozenset()
+    gathers: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    regroups: bool = False
+    known: bool = field(default=True)
+
+
+SignatureRule: TypeAlias = Callable[[Node, tuple[TensorType, ...], tuple[TensorType, ...]], Signature]
+
+
+def letters(prefix: str, kind: TensorType) -> Dims:
+    """Fresh letters for each dim; `None` where the size is one."""
+    return tuple(None if size == 1 else f"{prefix}{d}" for d, size in enumerate(kind.shape))
+
+
+def linear_in(*groups: int | tuple[int, ...]) -> tuple[frozenset[int], ...]:
+    return tuple(frozenset((g,) if isinstance(g, int) else g) for g in groups)
+
+
+def unknown(node: Node, operands: Any, results: Any) -> Signature:
+    """Nothing may be cut: every input is made whole."""
+    ins = tuple(letters(f"i{k}.", t) for k, t in enumerate(operands))
+    outs = tuple(letters(f"o{k}.", t) for k, t in enumerate(results))
+    every = frozenset(x for dims in (*ins, *outs) for x in dims if x)
+    return Signature(ins, outs, whole=every, known=False)
+
+
+def pointwise(linear: tuple[frozenset[int], ...] = ()) -> SignatureRule:
+    """Dims align from the right; size-one dims broadcast."""
+
+    def rule(node: Node, operands: Any, results: Any) -> Signature:
+        out = letters("d", results[0])
+        ins = tuple(_aligned(t, out, results[0]) for t in operands)
+        fitting = tuple(g for g in linear if max(g) < len(operands))
+        return Signature(ins, tuple(out for _ in results), linear=fitting)
+
+    return rule
+
+
+def cast(node: Node, operands: Any, results: Any) -> Signature:
+    """Partial sums may be cast, but not to bool."""
+    linear = () if results[0].dtype == "bool" else linear_in(0)
+    return pointwise(linear)(node, operands, results)
+
+
+def _aligned(kind: TensorType, out: Dims, result: TensorType) -> Dims:
+    shift = len(out) - len(kind.shape)
+    return tuple(
+        None if size == 1 and result.shape[shift + d] != 1 else out[shift + d]
+        for d, size in enumerate(kind.shape)
+    )
+
+
+def along(dim_of: Callable[[Node], Any], *, keeps_dim: bool = True,
+          linear: tuple[frozenset[int], ...] = ()) -> SignatureRule:  # fmt: skip
+    """The dims that `dim_of` names stay whole; the others pass through unchanged."""
+
+    def rule(node: Node, operands: Any, results: Any) -> Signature:
+        rank = len(operands[0].shape)
+        dims = dim_of(node)
+        chosen = {d % rank for d in (dims if isinstance(dims, tuple) else (dims,))} if rank else set()
+        ins = []
+        for k, kind in enumerate(operands):
+            ins.append(
+                tuple(
+                    None if size == 1 else (f"w{k}.{d}" if d in chosen else f"d{d}")
+                    for d, size in enumerate(kind.shape)
+                )
+            )
+        outs = tuple(_along_result(t, chosen, rank, operands[0], k) for k, t in enumerate(results))
+        every = (x for dims in (*ins, *outs) for x in dims if x and x[0] == "w")
+        return Signature(tuple(ins), outs, whole=frozenset(every), linear=linear)
+
+    return rule
+
+
+def _along_result(kind: TensorType, chosen: set[int], rank: int, first: TensorType, k: int) -> Dims:
+    places = range(rank) if len(kind.shape) == rank else [d for d in range(rank) if d not in chosen]
+    return tuple(
+        None if size == 1 else (f"wo{k}.{d}" if d in chosen else f"d{d}")
+        for d, size in zip(places, kind.shape, strict=True)
+    )
+
+
+def view(node: Node, operands: Any, results: Any) -> Signature:
+    return Signature(
+        (letters("i", operands[0]),), (letters("o", results[0]),), linear=linear_in(0),
+        regroups=True,
+    )  # fmt: skip
+
+
+def expand(node: Node, operands: Any, results: Any) -> Signature:
+    out = letters("d", results[0])
+    return Signature((_aligned(operands[0], out, results[0]),), (out,), linear=linear_in(0))
+
+
+def permute(node: Node, operands: Any, results: Any) -> Signature:
+    source = letters("d", operands[0])
+    return Signature((source,), (tuple(source[d] for d in node.args[1]),), linear=linear_in(0))
+
+
+def total(node: Node, operands: Any, results: Any) -> Signature:
+    """A sum over `args[1]`: a cut of a summed dim leaves a partial sum."""
+    source = letters("d", operands[0])
+    summed = set(node.args[1])
+    keep = node.args[2]
+    out = tuple(
+        None if d in summed else letter
+        for d, letter in enumerate(source) if keep or d not in summed
+    )  # fmt: skip
+    adds = frozenset(x for d, x in enumerate(source) if x and d in summed)
+    return Signature((source,), (out,), adds=adds, linear=linear_in(0))
+
+
+def einsum(node: Node, operands: Any, results: Any) -> Signature:
+    terms, out = node.args[0].split("->")
+    first, second = terms.split(",")
+
+    def dims(text: str, kind: TensorType) -> Dims:
+        return tuple(None if s == 1 else c for c, s in zip(text, kind.shape, strict=True))
+
+    ins = (dims(first, operands[0]), dims(second, operands[1]))
+    adds = frozenset(c for c in first + second if c not in out)
+    return Signature(ins, (dims(out, results[0]),), adds=adds, linear=linear_in(0, 1))
+
+
+def creation(node: Node, operands: Any, results: Any) -> Signature:
+    """A constant fill: any cut of it is a smaller fill. Operands only lend dtype and device."""
+    ins = tuple(tuple(None for _ in t.shape) for t in operands)
+    return Signature(ins, (letters("d", results[0]),))
+
+
+def attention(node: Node, operands: Any, results: Any) -> Signature:
+    return _attention(operands, results, ("q", "k", "v", "m"), ("o", "l"), ())
+
+
+def attention_backward(node: Node, operands: Any, results: Any) -> Signature:
+    names = ("o", "q", "k", "v", "o", "l", "m")
+    return _attention(operands, results, names, ("q", "k", "v"), linear_in(0))
+
+
+def _attention(operands: Any, results: Any, names: Any, outs: Any, linear: Any) -> Signature:
+    """Batch and key heads may be cut; query heads are (key heads, group)."""
+    q = operands[names.index("q")].shape
+    k = operands[names.index("k")].shape
+    grouped = q[1] != k[1]
+
+    def dims(name: str, kind: TensorType) -> Dims:
+        heads = ("g" if grouped else "h") if name in "qol" else "h"
+        spelled = {"q": "bhsd", "o": "bhse", "l": "bhs", "k": "bhtd", "v": "bhte", "m": "bhst"}
+        found = [heads if c == "h" else c for c in spelled[name]]
+        return tuple(None if s == 1 else c for c, s in zip(found, kind.shape, strict=True))
+
+    whole = frozenset("sdte") | (frozenset("gh") if grouped else frozenset())
+    return Signature(
+        tuple(dims(n, t) for n, t in zip(names, operands, strict=False)),
+        tuple(dims(n, t) for n, t in zip(outs, results, strict=True)),
+        whole=whole, linear=linear,
+    )  # fmt: skip
+
+
+def normalize(node: Node, operands: Any, results: Any) -> Signature:
+    return _normalize(operands, results, node.args[1], ())
+
+
+def normalize_backward(node: Node, operands: Any, results: Any) -> Signature:
+    return _normalize(operands, results, node.args[3], linear_in(0))
+
+
+def _normalize(operands: Any, results: Any, last: int, linear: Any) -> Signature:
+    rank = len(operands[0].shape)
+
+    def dims(kind: TensorType) -> Dims:
+        names = [f"w{d}" if d >= rank - last else f"d{d}" for d in range(rank)]
+        return tuple(None if s == 1 else n for n, s in zip(names, kind.shape, strict=True))
+
+    whole = frozenset(f"w{d}" for d in range(rank - last, rank))
+    return Signature(
+        tuple(map(dims, operands)), tuple(map(dims, results)), whole=whole, linear=linear
+    )
+
+
+def cross_entropy(node: Node, operands: Any, results: Any) -> Signature:
+    return Signature((("n", "v"), ("n",)), (("n",), ("n",)), gathers=frozenset("v"))
+
+
+def cross_entropy_backward(node: Node, operands: Any, results: Any) -> Signature:
+    ins = (("n",), ("n", "v"), ("n",), ("n",))
+    return Signature(ins, (("n", "v"),), linear=linear_in(0))
+
+
+def embedding(node: Node, operands: Any, results: Any) -> Signature:
+    """A cut of the table's rows leaves partial results: rows held elsewhere read as zero."""
+    ids = letters("t", operands[1])
+    return Signature((("v", "e"), ids), ((*ids, "e"),), adds=frozenset("v"))
+
+
+def embedding_backward(node: Node, operands: Any, results: Any) -> Signature:
+    ids = letters("t", operands[1])
+    return Signature(
+        ((*ids, "e"), ids), (("v", "e"),), adds=frozenset(x for x in ids if x), linear=linear_in(0)
+    )
+
+
+def dropout(node: Node, operands: Any, results: Any) -> Signature:
+    dims = letters("d", operands[0])
+    return Signature((dims,), (dims,), linear=linear_in(0))
+
+
+def convolution(node: Node, operands: Any, results: Any) -> Signature:
+    """The batch may be cut; output channels too unless the channels are grouped."""
+    plain = node.args[8] == 1 and not node.args[6]
+    rest = [f"x{d}" for d in range(len(operands[0].shape) - 2)]
+    kernel = [f"k{d}" for d in range(len(rest))]
+    outs = [f"y{d}" for d in range(len(rest))]
+    ins = [("n", "c", *rest), ("o", "c" if plain else "ci", *kernel), ("o",)]
+    whole = frozenset([*rest, *kernel, *outs, "c", "ci", *(() if plain else "o")])
+    return Signature(tuple(ins[: len(operands)]), (("n", "o", *outs),), whole=whole)
+
+
+def convolution_backward(node: Node, operands: Any, results: Any) -> Signature:
+    forward = convolution_like(node, operands)
+    n_out, x, w = forward
+    bias = ("o",)
+    plain = node.args[9] == 1 and not node.args[7]
+    whole = frozenset(d for d in (*n_out, *x, *w) if d and d[0] in "xky") | {"c", "ci"}
+    whole |= frozenset() if plain else {"o"}
+    return Signature(
+        (n_out, x, w), tuple((x, w, bias)[: len(results)]), whole=whole,
+        adds=frozenset("no") if plain else frozenset("n"), linear=linear_in(0),
+    )  # fmt: skip
+
+
+def convolution_like(node: Node, operands: Any) -> tuple[Dims, Dims, Dims]:
+    plain = node.args[9] == 1 and not node.args[7]
+    spatial = range(len(operands[1].shape) - 2)
+    return (
+        ("n", "o", *(f"y{d}" for d in spatial)),
+        ("n", "c", *(f"x{d}" for d in spatial)),
+        ("o", "c" if plain else "ci", *(f"k{d}" for d in spatial)),
+    )
+
+
+def index(node: Node, operands: Any, results: Any) -> Signature:
+    """x[..., i, ...] with one index tensor: the indexed dim stays whole."""
+    places = node.args[1]
+    used = [d for d, item in enumerate(places) if item is not None]
+    if len(used) != 1 or len(list(references(places))) != 1:
+        return unknown(node, operands, results)
+    at = used[0]
+    source = [None if s == 1 else f"d{d}" for d, s in enumerate(operands[0].shape)]
+    picks = letters("t", operands[1])
+    indexed = source[at]
+    out = (*source[:at], *picks, *source[at + 1 :])
+    return Signature(
+        (tuple(source), picks), (out,), whole=frozenset([indexed] if indexed else []),
+        linear=linear_in(0),
+    )  # fmt: skip
+
+
+def view_as_real(node: Node, operands: Any, results: Any) -> Signature:
+    dims = letters("d", operands[0])
+    return Signature((dims,), ((*dims, "pair"),), whole=frozenset(["pair"]), linear=linear_in(0))
+
+
+def view_as_complex(node: Node, operands: Any, results: Any) -> Signature:
+    dims = letters("d", results[0])
+    return Signature(((*dims, "pair"),), (dims,), whole=frozenset(["pair"]), linear=linear_in(0))

@@ -1,0 +1,68 @@
+"""Captures one member of a folded family on its own.
+
+Input: the `Record` of a call seen in the dry run. Output: a `Capture` with sizes in `BATCH`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from ir.graph import BATCH
+from ir.trace.adapters import flatten
+from ir.trace.capture import Capture, capture
+from ir.trace.fold import Record
+from ir.trace.joint import Segment
+from ir.trace.segment import canonical, live_nodes
+
+
+class _Alone(nn.Module):
+    """Calls a family member on flat tensors, as it was called inside the model."""
+
+    def __init__(self, record: Record):
+        super().__init__()
+        self.block = record.module
+        self.rebuild = record.rebuild
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        args, kwargs = self.rebuild(list(tensors))
+        return [x for x in flatten(self.block(*args, **kwargs))[0] if isinstance(x, Tensor)]
+
+
+def capture_record(record: Record) -> Capture:
+    examples = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in record.inputs]
+    dims = [_batch_dims(small, large, record.rows) for small, large in record.input_sizes]
+    return capture(_Alone(record), examples, dims)
+
+
+def _batch_dims(small: tuple[int, ...], large: tuple[int, ...], rows: int) -> dict[int, Any]:
+    """Dims that grew with the batch, as multiples of it."""
+    return {
+        dim: BATCH * sympy.Rational(a, rows)
+        for dim, (a, b) in enumerate(zip(small, large, strict=True)) if a != b
+    }  # fmt: skip
+
+
+def body_nodes(body: Capture) -> list[fx.Node]:
+    """The nodes that the outputs and the buffer updates depend on, in order."""
+    return live_nodes(body.graph, [*body.outputs, *body.updates.values()])
+
+
+def same_function(first: Capture, second: Capture) -> bool:
+    """Whether two captures compute the same thing on their state and inputs."""
+    return _text(first) == _text(second)
+
+
+def _text(body: Capture) -> str:
+    holders = tuple(n for n in body.graph.nodes if n.op in ("placeholder", "get_attr"))
+    held = [
+        body.state.get(n.name) or str(body.inputs.get(n.name, body.constants.get(n.name)))
+        for n in holders
+    ]
+    outputs = tuple(n for n in (*body.outputs, *body.updates.values()) if n not in holders)
+    piece = Segment(tuple(body_nodes(body)), holders, outputs)
+    return canonical(piece, body.sizes, held)
+

@@ -1,0 +1,376 @@
+"""Builds the `Graph` of a training step: capture, cut, differentiate, name.
+
+Input: a model, example arguments and an optional `loss(output)`. Output: a `Graph`. Distinct
+blocks are differentiated in reverse order, so that each knows which of its outputs receive a
+gradient.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from ir.errors import CaptureError
+from ir.graph import BATCH, Block, Call, Graph, Input, State
+from ir.names import Namer
+from ir.trace.adapters import FakeTensorMode
+from ir.trace.block import body_nodes, capture_record, same_function
+from ir.trace.capture import Capture, capture, explain
+from ir.trace.convert import source_of, tensor_type
+from ir.trace.fold import OPAQUE, Record, Recorder, families
+from ir.trace.joint import Segment, differentiable_outputs, differentiate
+from ir.trace.segment import HEAVY, canonical, live_nodes, segment, split
+from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    name: str | None = None,
+) -> Graph:
+    """Traces one training step of `model`; tensors may live on the meta device.
+
+    Dim 0 of every tensor argument as long as the first one's is taken as the batch. Raises
+    `CaptureError` with the module and source line of what can't be captured.
+    """
+    kwargs = dict(kwargs or {})
+    leaves, batch = leaves_of(_named_arguments(model, args), kwargs)
+    step = Step(model, args, kwargs, loss)
+    title = name or type(model).__name__
+    first = None
+    for candidate in _batch_guesses(leaves):
+        try:
+            return _Builder(step, candidate, batch, title).graph()
+        except CaptureError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _named_arguments(model: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
+    names = list(inspect.signature(model.forward).parameters)
+    names += [f"input_{i}" for i in range(len(names), len(args))]
+    return dict(zip(names, args, strict=False))
+
+
+def _batch_guesses(leaves: list[Leaf]) -> list[list[Leaf]]:
+    """All leaves of the batch's length batched; each but the first unbatched; a fixed batch."""
+    batched = [i for i, leaf in enumerate(leaves) if leaf.rows is not None]
+    guesses = [leaves]
+    for drop in batched[1:]:
+        leaf = Leaf(leaves[drop].name, leaves[drop].tensor, None)
+        guesses.append([*leaves[:drop], leaf, *leaves[drop + 1 :]])
+    return [*guesses, [Leaf(leaf.name, leaf.tensor, None) for leaf in leaves]]
+
+
+@dataclass
+class _Piece:
+    """A call to be: its segment, and the graph-level values that its inputs and outputs are."""
+
+    segment: Segment
+    sizes: dict[Any, Any]
+    held: list[str]
+    arguments: list[str]
+    results: list[str]
+    path: str
+    name: str
+    input_names: list[str]
+    key: str = ""
+
+
+class _Builder:
+    """One trace; see the module's docstring."""
+
+    def __init__(self, step: Step, leaves: list[Leaf], batch: int, title: str):
+        self.step, self.leaves, self.title = step, leaves, title
+        self.batch = batch
+        free = any(leaf.rows is not None for leaf in leaves)
+        self.factor = max(1, math.ceil(SMALLEST_TRACED_BATCH / batch)) if free else 1
+        self.namer = Namer()
+        self.input_names = [self.namer(leaf.name, default="input") for leaf in leaves]
+        self.state: dict[str, State] = {}
+        self.by_tensor: dict[Any, str] = {}
+        self.tensors = dict(_all_tensors(step.model))
+        self.updates: dict[str, str] = {}
+        self.pieces: list[_Piece] = []
+        self.notes: list[str] = []
+
+    def graph(self) -> Graph:
+        groups = families(self.step.model)
+        recorder, top = self._capture_all(groups)
+        self._capture_blocks(recorder)
+        outputs = self._lay_out(top, recorder)
+        blocks, calls, needs = self._differentiate(outputs[0])
+        guards = [*top.guards, *(g for c in self.captures.values() for g in c.guards)]
+        state = [self._final(s, needs) for s in self.state.values()]
+        inputs = [
+            Input(n, i, self.input_types[i], 0 if leaf.rows is not None else None)
+            for i, (n, leaf) in enumerate(zip(self.input_names, self.leaves, strict=True))
+        ]
+        metrics = tuple(zip(self.step.report.metrics, outputs[1:], strict=True))
+        return Graph(
+            self.title, tuple(inputs), tuple(state), tuple(blocks), tuple(calls), outputs[0],
+            metrics, tuple(dict.fromkeys(guards)), tuple(self.notes),
+        )  # fmt: skip
+
+    # capture
+
+    def _capture_all(self, groups: list[tuple[str, ...]]) -> tuple[Recorder, Capture]:
+        recorder = Recorder(self.step.model, groups, self.batch * self.factor)
+        if groups:
+            self._dry_run(recorder, "record", self.factor)
+            self._dry_run(recorder, "resize", 2 * self.factor)
+        examples = [leaf.example(self.factor) for leaf in self.leaves]
+        dims = [{0: BATCH} if leaf.rows is not None else {} for leaf in self.leaves]
+        with recorder.installed("opaque"):
+            top = capture(self.step, examples, dims)
+        self.input_types = [
+            tensor_type(leaf.tensor, {}) for leaf in self.leaves
+        ]
+        for node in top.graph.nodes:
+            if node.name in top.inputs:
+                kind = tensor_type(node.meta["val"], top.sizes)
+                index = top.inputs[node.name]
+                self.input_types[index] = kind
+                if not any(isinstance(s, sympy.Basic) for s in kind.shape):
+                    old = self.leaves[index]
+                    self._static(old, index)
+        return recorder, top
+
+    def _static(self, leaf: Leaf, index: int) -> None:
+        if leaf.rows is not None and index == 0:
+            raise CaptureError(
+                f"the model fixes its batch size to {leaf.rows * self.factor}: `{leaf.name}` can't "
+                "have another number of rows. Make the model work for any batch size."
+            )
+        self.leaves = [
+            Leaf(x.name, x.tensor, None) if i == index else x for i, x in enumerate(self.leaves)
+        ]
+
+    def _dry_run(self, recorder: Recorder, phase: str, factor: int) -> None:
+        """Runs the step on fake tensors to see how the family members are called."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        tensors = {k: v for k, v in _all_tensors(self.step)}
+        fakes = {k: mode.from_tensor(v) for k, v in tensors.items()}
+        inputs = [mode.from_tensor(leaf.example(factor)) for leaf in self.leaves]
+        try:
+            with recorder.installed(phase), mode, torch.no_grad():
+                torch.func.functional_call(self.step, fakes, tuple(inputs))
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise explain(error, self.step) from error
+
+    def _capture_blocks(self, recorder: Recorder) -> None:
+        """Captures one member of each variant; the last member must come out the same."""
+        self.captures: dict[Any, Capture] = {}
+        for record in recorder.records:
+            if record.variant in self.captures:
+                continue
+            members = [r for r in recorder.records if r.variant == record.variant]
+            self.captures[record.variant] = first = capture_record(record)
+            if len(members) > 1 and not same_function(first, capture_record(members[-1])):
+                raise CaptureError(
+                    f"{record.path} and {members[-1].path} look alike but compute different "
+                    "things (a captured constant or a hidden attribute differs). Make the "
+                    "difference a plain attribute of the module."
+                )
+
+    # lay out
+
+    def _lay_out(self, top: Capture, recorder: Recorder) -> list[str]:
+        """Names every graph-level value and lists the pieces; returns the output values."""
+        values: dict[fx.Node, str] = {}
+        for node in top.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                values[node] = self._origin(node, top, "model.")
+        live = live_nodes(top.graph, [*top.outputs, *top.updates.values()])
+        for item in split(live, top.sizes):
+            if isinstance(item, list):
+                self._flat_piece(item, values, top)
+            else:
+                self._folded_piece(item, values, recorder.records[int(item.args[1])])
+        for holder, node in top.updates.items():
+            place = next(n for n in values if n.name == holder)
+            if node in values:
+                self.updates[values[place]] = values[node]
+        return [values[node] for node in top.outputs]
+
+    def _origin(self, node: fx.Node, source: Capture, prefix: str, path: str = "") -> str:
+        if node.name in source.inputs:
+            return self.input_names[source.inputs[node.name]]
+        if node.name in source.state:
+            relative = source.state[node.name].removeprefix(prefix)
+            return self._state(f"{path}.{relative}" if path else relative)
+        return self._constant(source.constants[node.name])
+
+    def _state(self, full_name: str) -> str:
+        tensor = self.tensors[full_name]
+        if id(tensor) not in self.by_tensor:
+            names = tuple(n for n, t in self.tensors.items() if t is tensor)
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            trainable = kind == "parameter" and tensor.requires_grad
+            word = self.namer("s_" + names[0])
+            self.by_tensor[id(tensor)] = word
+            self.state[word] = State(word, names, kind, tensor_type(tensor, {}), trainable)
+        return self.by_tensor[id(tensor)]
+
+    def _constant(self, tensor: Tensor) -> str:
+        key = (tuple(tensor.shape), str(tensor.dtype), str(tensor.tolist()))
+        if key not in self.by_tensor:
+            word = self.namer("constant")
+            self.by_tensor[key] = word
+            self.state[word] = State(word, (word,), "constant", tensor_type(tensor, {}), False,
+                                     data=tensor.detach().cpu())  # fmt: skip
+        return self.by_tensor[key]
+
+    def _flat_piece(self, nodes: list[fx.Node], values: dict[fx.Node, str], top: Capture) -> None:
+        piece = segment(nodes)
+        outputs = tuple(
+            n for n in nodes
+            if isinstance(n.meta["val"], Tensor)
+            and (n in piece.outputs or n in top.outputs or n in top.updates.values())
+        )  # fmt: skip
+        piece = Segment(piece.nodes, piece.inputs, outputs)
+        path = _common_path(nodes)
+        for node in outputs:
+            values[node] = self.namer(node.name)
+        names = [self._local_name(values[n], path) for n in piece.inputs]
+        held = [self._held(values[n]) for n in piece.inputs]
+        self.pieces.append(
+            _Piece(piece, top.sizes, held, [values[n] for n in piece.inputs],
+                   [values[n] for n in outputs], path, path or "main", names)
+        )  # fmt: skip
+
+    def _folded_piece(self, call: fx.Node, values: dict[fx.Node, str], record: Record) -> None:
+        body = self.captures[record.variant]
+        nodes = body_nodes(body)
+        holders = [n for n in body.graph.nodes if n.op in ("placeholder", "get_attr")]
+        used = {source for node in nodes for source in node.all_input_nodes}
+        inputs = tuple(n for n in holders if n in used)
+        arguments = [
+            values[call.args[0][body.inputs[n.name]]] if n.name in body.inputs
+            else self._origin(n, body, "block.", record.path)
+            for n in inputs
+        ]  # fmt: skip
+        results, outputs = [], []
+        for user in call.users:
+            node = body.outputs[user.args[1]]
+            if node in holders:
+                values[user] = values[call.args[0][body.inputs[node.name]]]
+                continue
+            if node not in outputs:
+                outputs.append(node)
+                results.append(self.namer(user.name))
+            values[user] = results[outputs.index(node)]
+        for holder, node in body.updates.items():
+            place = next(n for n in holders if n.name == holder)
+            if node not in outputs:
+                outputs.append(node)
+                results.append(self.namer(holder + "_new"))
+            word = self._origin(place, body, "block.", record.path)
+            self.updates[word] = results[outputs.index(node)]
+        names = [
+            self._local_name(a, record.path) if n.name not in body.inputs else n.name
+            for n, a in zip(inputs, arguments, strict=True)
+        ]  # fmt: skip
+        held = [self._held(a) for a in arguments]
+        name = record.path.rsplit(".", 1)[0]
+        self.pieces.append(
+            _Piece(Segment(tuple(nodes), inputs, tuple(outputs)), body.sizes, held, arguments,
+                   results, record.path, name, names)
+        )  # fmt: skip
+
+    def _held(self, value: str) -> str:
+        """What kind of value an input is: equal pieces must agree in it."""
+        state = self.state.get(value)
+        return "value" if state is None else f"{state.kind}{state.trainable}"
+
+    def _local_name(self, value: str, path: str) -> str:
+        """A parameter's name without the path that it shares with its block."""
+        if value not in self.state:
+            return value
+        full = self.state[value].names[0]
+        relative = full.removeprefix(path + ".") if path else full
+        return relative.removeprefix(".")
+
+    # differentiate
+
+    def _differentiate(self, loss: str) -> tuple[list[Block], list[Call], set[str]]:
+        for piece in self.pieces:
+            piece.key = canonical(piece.segment, piece.sizes, piece.held)
+        carrying = self._carrying()
+        wanted = {loss}
+        blocks: list[Block] = []
+        index: dict[Any, int] = {}
+        calls: list[Call] = []
+        namer = Namer()
+        for piece, needs in zip(reversed(self.pieces), reversed(carrying), strict=True):
+            carries = tuple(
+                ok and r in wanted for r, ok in zip(piece.results, needs[1], strict=True)
+            )
+            key = (piece.key, needs[0], carries)
+            if key not in index:
+                index[key] = len(blocks)
+                name = namer(piece.name, default="block")
+                blocks.append(
+                    differentiate(piece.segment, list(needs[0]), list(carries), piece.sizes, name,
+                                  piece.input_names)
+                )  # fmt: skip
+            block = blocks[index[key]]
+            received = dict(zip(block.inputs, piece.arguments, strict=True))
+            wanted |= {received[name] for name, _ in block.gradients}
+            calls.append(
+                Call(index[key], tuple(piece.arguments), tuple(piece.results), piece.path)
+            )
+        order = sorted(range(len(blocks)), key=lambda b: -max(
+            i for i, call in enumerate(calls) if call.block == b))  # fmt: skip
+        rank = {old: new for new, old in enumerate(order)}
+        calls = [Call(rank[c.block], c.arguments, c.results, c.path) for c in reversed(calls)]
+        return [blocks[i] for i in order], calls, wanted
+
+    def _carrying(self) -> list[tuple[tuple[bool, ...], tuple[bool, ...]]]:
+        """Per piece: which inputs need a gradient, which outputs carry one."""
+        carrying: set[str] = {s.name for s in self.state.values() if s.trainable}
+        known: dict[Any, tuple[bool, ...]] = {}
+        found = []
+        for piece in self.pieces:
+            needs = tuple(argument in carrying for argument in piece.arguments)
+            key = (piece.key, needs)
+            if key not in known:
+                known[key] = tuple(differentiable_outputs(piece.segment, list(needs)))
+            found.append((needs, known[key]))
+            carrying |= {r for r, c in zip(piece.results, known[key], strict=True) if c}
+        return found
+
+    def _final(self, state: State, wanted: set[str]) -> State:
+        trainable = state.trainable and state.name in wanted
+        update = self.updates.get(state.name)
+        return State(state.name, state.names, state.kind, state.type, trainable, update, state.data)
+
+
+def _all_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False)]  # fmt: skip
+
+
+def _common_path(nodes: list[fx.Node]) -> str:
+    """The module path that the heavy operations of a piece share."""
+    chosen = [n for n in nodes if n.target in HEAVY] or nodes
+    paths = [source_of(n).module.split(".") for n in chosen]
+    shared = []
+    for words in zip(*paths, strict=False):
+        if len(set(words)) > 1:
+            break
+        shared.append(words[0])
+    return ".".join(shared)

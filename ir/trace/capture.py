@@ -1,0 +1,199 @@
+"""Captures a module as a flat functional graph of lifted operations.
+
+Input: a module whose forward takes tensors and returns a flat list of tensors, and examples of
+those tensors with their batch dims. Output: a `Capture`: an fx graph on fake tensors without
+mutation, its placeholders tied to state or inputs, and the map from torch's size symbols to
+expressions in `BATCH`.
+"""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from ir.errors import CaptureError, ShardwrightError
+from ir.graph import BATCH
+from ir.trace.adapters import expression, make_fx, preserve_meta
+from ir.trace.lift import Lift
+
+TORCH_HOME = str(Path(torch.__file__).parent)
+OWN_HOME = str(Path(__file__).parent)
+
+
+@dataclass
+class Capture:
+    """A captured forward. `state` and `inputs` map placeholder names to their origin."""
+
+    graph: fx.Graph
+    state: dict[str, str]
+    inputs: dict[str, int]
+    constants: dict[str, Tensor]
+    outputs: list[fx.Node]
+    updates: dict[str, fx.Node]
+    sizes: dict[sympy.Symbol, Any]
+    guards: list[sympy.Basic] = field(default_factory=list)
+
+    def fake(self, node: fx.Node) -> Any:
+        return node.meta["val"]
+
+
+def capture(module: nn.Module, examples: list[Tensor], batch_dims: list[dict[int, Any]]) -> Capture:
+    """Exports `module(*examples)`; `batch_dims[i]` maps a symbolic dim to its size in `BATCH`."""
+    shapes = tuple(
+        {dim: torch.export.Dim.AUTO for dim in dims} if dims else None for dims in batch_dims
+    )
+    try:
+        program = torch.export.export(
+            module, tuple(examples), dynamic_shapes={"tensors": shapes}, strict=False
+        )
+        return _functional(program, batch_dims)
+    except ShardwrightError:
+        raise
+    except Exception as error:
+        raise explain(error, module) from error
+
+
+def _functional(program: torch.export.ExportedProgram, batch_dims: list[Any]) -> Capture:
+    """Removes mutation and rewrites to lifted operations in one pass."""
+    module = program.graph_module
+    _refuse_hidden_writes(module)
+    holders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    fakes = [node.meta["val"] for node in holders]
+
+    def run(*tensors: Tensor) -> Any:
+        with preserve_meta():
+            return Lift(module).run(*tensors)
+
+    mode = next(f.fake_mode for f in fakes if hasattr(f, "fake_mode"))
+    with mode, torch.no_grad():
+        flat = make_fx(torch.func.functionalize(run, remove="mutations"))(*fakes)
+    nodes = [node for node in flat.graph.nodes if node.op == "placeholder"]
+    for node, fake in zip(nodes, fakes, strict=True):
+        node.meta["val"] = fake
+    origin = {new.name: old.name for new, old in zip(nodes, holders, strict=True)}
+    return _bind(program, flat, origin, batch_dims, mode)
+
+
+def _bind(program, flat: fx.GraphModule, origin: dict[str, str], batch_dims, mode) -> Capture:
+    signature = program.graph_signature
+    named = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    lifted = signature.inputs_to_lifted_tensor_constants
+    user = [name for name in signature.user_inputs if isinstance(name, str)]
+    state = {new: named[old] for new, old in origin.items() if old in named}
+    inputs = {new: user.index(old) for new, old in origin.items() if old in user}
+    constants = {
+        new: program.constants[lifted[old]] for new, old in origin.items() if old in lifted
+    }
+    updates = {}
+    for node in list(flat.graph.nodes):
+        if node.op == "call_function" and node.target is torch.ops.aten.copy_.default:
+            updates[node.args[0].name] = node.args[1]
+            flat.graph.erase_node(node)
+        elif node.op == "get_attr":
+            constants[node.name] = getattr(flat, node.target)
+            node.meta["val"] = mode.from_tensor(constants[node.name])
+    output = next(node for node in flat.graph.nodes if node.op == "output")
+    results = output.args[0] if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
+    sizes = _size_map(flat, inputs, batch_dims)
+    guards = [g.expr.subs(mode.shape_env.replacements).subs(sizes) for g in mode.shape_env.guards]
+    return Capture(
+        flat.graph, state, inputs, constants, list(results), updates, sizes,
+        [g for g in guards if g.free_symbols == {BATCH}],
+    )  # fmt: skip
+
+
+def _size_map(flat: fx.GraphModule, inputs: dict[str, int], batch_dims) -> dict[Any, Any]:
+    found = {}
+    for node in flat.graph.nodes:
+        if node.op != "placeholder" or node.name not in inputs:
+            continue
+        for dim, size in batch_dims[inputs[node.name]].items():
+            symbol = expression(node.meta["val"].shape[dim])
+            if isinstance(symbol, sympy.Symbol):
+                found[symbol] = size
+    return found
+
+
+def _refuse_hidden_writes(module: fx.GraphModule) -> None:
+    """A write under no_grad into a tensor that carries a gradient can't be kept apart from it."""
+    for node in module.graph.nodes:
+        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled or node.args[0]:
+            continue
+        inner = getattr(module, node.args[1].target)
+        holders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        buffers = {
+            h for h, operand in zip(holders, node.args[2:], strict=True)
+            if _root(operand).op == "placeholder" and not _root(operand).name.startswith("p_")
+        }  # fmt: skip
+        for write in inner.graph.nodes:
+            schema = getattr(write.target, "_schema", None)
+            if schema is None or not schema.is_mutable:
+                continue
+            root = _root(write.args[0])
+            if root.op == "placeholder" and root not in buffers:
+                raise CaptureError(
+                    f"{where(write)} writes in place under torch.no_grad() into a tensor that is "
+                    "part of the gradient. Write to a copy, or outside no_grad."
+                )
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """Follows views and in-place writes back to the tensor whose memory they share."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not any(a.alias_info for a in schema.arguments):
+            return node
+        node = node.args[0]
+    return node
+
+
+def where(node: fx.Node) -> str:
+    """Module path and source line of a captured node, for messages."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    lines = [s for s in (node.meta.get("stack_trace") or "").splitlines() if "File" in s]
+    user = [s.strip() for s in lines if TORCH_HOME not in s and OWN_HOME not in s]
+    return f"{path or 'the model'}, {user[-1] if user else 'unknown line'}"
+
+
+def explain(error: BaseException, module: nn.Module) -> CaptureError:
+    """Names the user's module, line and a way out for whatever torch.export raised."""
+    frames = [
+        (frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
+        if not _foreign(frame.f_code.co_filename)
+    ]  # fmt: skip
+    names = {id(part): path for path, part in module.named_modules()}
+    place = "the model"
+    if frames:
+        frame, line = frames[-1]
+        file = frame.f_code.co_filename
+        path = names.get(id(frame.f_locals.get("self")), "")
+        owner = type(frame.f_locals.get("self")).__name__ if path or "self" in frame.f_locals else ""
+        code = linecache.getline(file, line).strip()
+        label = path.removeprefix("model.").removeprefix("model")
+        module_text = f"module '{label}' ({owner})" if label else f"the top module ({owner})"
+        place = f"{module_text}, {Path(file).name}:{line}: `{code}`"
+    return CaptureError(f"can't capture {place}. {_reason(error)}")
+
+
+def _foreign(file: str) -> bool:
+    return file.startswith((TORCH_HOME, OWN_HOME, "<"))
+
+
+def _reason(error: BaseException) -> str:
+    text = f"{type(error).__name__} {error}"
+    if "data-dependent" in text or "DataDependent" in text:
+        return (
+            "It depends on the value of a tensor (a branch, .item() or a size read from data), "
+            "so one captured program would be wrong for other data. Use torch.where or "
+            "torch.cond instead of the branch, or compute the value outside the model."
+        )
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"torch.export says: {type(error).__name__}: {first[:300]}"

@@ -1,0 +1,211 @@
+"""Turns a traced fx graph into the nodes of a `Block`.
+
+Aliases and no-op views disappear, spellings are unified (`view`, `permute`, `sum`), sizes become
+expressions in `BATCH`, dead nodes are dropped, and nodes are ordered forward then backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from ir.graph import Block, Node, Ref, Source, TensorType
+from ir.names import Namer
+from ir.trace.adapters import expression
+from ir.trace.capture import OWN_HOME, TORCH_HOME
+from ir.trace.normal import IDENTITY, VIEW, aten
+
+DROPPED = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
+
+
+def size_in_batch(size: Any, sizes: dict[Any, Any]) -> Any:
+    """A size as an int or an expression in `BATCH`."""
+    value = expression(size)
+    if isinstance(value, sympy.Basic):
+        value = sympy.simplify(value.subs(sizes)) if value.free_symbols else value
+        value = _plain_division(value)
+        return int(value) if value.is_Integer else value
+    return value
+
+
+def _plain_division(value: sympy.Basic) -> sympy.Basic:
+    """Torch's FloorDiv of exact multiples as a plain quotient."""
+    for part in list(value.atoms(sympy.Function)):
+        if type(part).__name__ in ("FloorDiv", "CleanDiv", "IntTrueDiv"):
+            quotient = sympy.cancel(part.args[0] / part.args[1])
+            exact = sympy.denom(quotient) == 1 or type(part).__name__ != "FloorDiv"
+            value = value.subs(part, quotient if exact else sympy.floor(quotient))
+    return value
+
+
+def tensor_type(tensor: Tensor, sizes: dict[Any, Any]) -> TensorType:
+    shape = tuple(size_in_batch(size, sizes) for size in tensor.shape)
+    return TensorType(shape, str(tensor.dtype).removeprefix("torch."))
+
+
+def source_of(node: fx.Node) -> Source:
+    """Module path and `file:line` of the user's code behind a traced node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    path = path.removeprefix("model").removeprefix(".")
+    for text in reversed((node.meta.get("stack_trace") or "").splitlines()):
+        text = text.strip()
+        if text.startswith("File") and TORCH_HOME not in text and OWN_HOME not in text:
+            file, line = text.split('"')[1], text.split("line ")[1].split(",")[0]
+            return Source(path, f"{file.rsplit('/', 1)[-1]}:{line}")
+    return Source(path)
+
+
+class Converter:
+    """One conversion; see the module's docstring."""
+
+    def __init__(self, graph: fx.Graph, sizes: dict[Any, Any], input_names: list[str],
+                 needs: list[bool], carries: list[bool]):  # fmt: skip
+        self.sizes = sizes
+        self.names: dict[fx.Node, str] = {}
+        self.tuples: dict[fx.Node, tuple[str, ...]] = {}
+        self.types: dict[str, TensorType] = {}
+        self.nodes: list[Node] = []
+        self.namer = Namer()
+        holders = [node for node in graph.nodes if node.op == "placeholder"]
+        self.inputs = tuple(self.namer(name) for name in input_names)
+        count = len(self.inputs)
+        for node, name in zip(holders[:count], self.inputs, strict=True):
+            self._define(node, name)
+        output = next(node for node in graph.nodes if node.op == "output")
+        results = list(output.args[0])
+        outputs, grads = results[: len(carries)], results[len(carries) :]
+        self._visit_all(graph)
+        self.outputs = tuple(self.names[node] for node in outputs)
+        carried = [name for name, carry in zip(self.outputs, carries, strict=True) if carry]
+        self.tangents = [
+            (out, self.names[node]) for out, node in zip(carried, holders[count:], strict=True)
+        ]
+        wanted = [name for name, need in zip(self.inputs, needs, strict=True) if need]
+        self.gradients = [
+            (name, self.names[node])
+            for name, node in zip(wanted, grads, strict=False) if node is not None
+        ]  # fmt: skip
+
+    def block(self, name: str) -> Block:
+        forward = self._needed([*self.outputs])
+        backward = [
+            node for node in self._needed([grad for _, grad in self.gradients])
+            if node not in set(forward)
+        ]  # fmt: skip
+        kept = {n for node in (*forward, *backward) for n in node.outputs}
+        kept |= {*self.inputs, *(tangent for _, tangent in self.tangents)}
+        return Block(
+            name, self.inputs, self.outputs, (*forward, *backward), len(forward),
+            tuple(self.tangents), tuple(self.gradients),
+            {n: t for n, t in self.types.items() if n in kept},
+        )  # fmt: skip
+
+    def _needed(self, roots: list[str]) -> list[Node]:
+        """The nodes that the roots depend on, in order."""
+        wanted = set(roots)
+        kept = []
+        for node in reversed(self.nodes):
+            if wanted & set(node.outputs):
+                wanted.update(node.inputs)
+                kept.append(node)
+        return kept[::-1]
+
+    def _visit_all(self, graph: fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op == "placeholder" and node not in self.names:
+                self._define(node, self.namer("d_out"))
+            elif node.op == "get_attr":
+                raise RuntimeError("constants are inputs of a segment")
+            elif node.op == "call_function":
+                self._visit(node)
+
+    def _define(self, node: fx.Node, name: str) -> None:
+        self.names[node] = name
+        self.types[name] = tensor_type(node.meta["val"], self.sizes)
+
+    def _visit(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if node.target is operator.getitem:
+            if node.args[0] in self.tuples:
+                self.names[node] = self.tuples[node.args[0]][node.args[1]]
+            return
+        if not isinstance(value, (Tensor, list, tuple)):
+            return
+        if node.target in IDENTITY or self._is_noop(node, value):
+            self.names[node] = self.names[node.args[0]]
+            return
+        self._emit(node, value)
+
+    def _is_noop(self, node: fx.Node, value: Any) -> bool:
+        shape_only = node.target in VIEW or node.target in (
+            aten.expand.default, aten._to_copy.default, aten.slice.Tensor)  # fmt: skip
+        if not shape_only or not isinstance(node.args[0], fx.Node):
+            return False
+        return tensor_type(value, self.sizes) == self.types[self.names[node.args[0]]]
+
+    def _emit(self, node: fx.Node, value: Any) -> None:
+        results = [value] if isinstance(value, Tensor) else list(value)
+        outputs = tuple(
+            self.namer(node.name if len(results) == 1 else f"{node.name}_{i}")
+            for i in range(len(results))
+        )
+        for name, result in zip(outputs, results, strict=True):
+            if isinstance(result, Tensor):
+                self.types[name] = tensor_type(result, self.sizes)
+        op, args, kwargs = self._normal(node)
+        pairs = tuple(sorted((k, self._arg(v)) for k, v in kwargs.items() if k not in DROPPED))
+        self.nodes.append(Node(op, tuple(map(self._arg, args)), pairs, outputs, source_of(node)))
+        if isinstance(value, Tensor):
+            self.names[node] = outputs[0]
+        else:
+            self.tuples[node] = outputs
+
+    def _normal(self, node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+        target, args = node.target, node.args
+        if target in VIEW:
+            return "view", args[:1], {}
+        if target in (aten.expand.default, aten.expand_copy.default):
+            return "expand", args[:1], {}
+        if target in (aten.t.default, aten.transpose.int, aten.permute.default):
+            return "permute", (args[0], self._order(node)), {}
+        if target in (aten.sum.default, aten.sum.dim_IntList):
+            rank = args[0].meta["val"].dim()
+            dims = args[1] if target is aten.sum.dim_IntList and len(args) > 1 else None
+            dims = sorted(d % rank for d in dims) if dims else list(range(rank))
+            return "sum", (args[0], dims, bool(len(args) > 2 and args[2])), dict(node.kwargs)
+        schema = target._schema
+        if schema.name.startswith("shardwright::"):
+            return schema.name.removeprefix("shardwright::"), args, dict(node.kwargs)
+        overload = schema.overload_name or "default"
+        return f"{schema.name.removeprefix('aten::')}.{overload}", args, dict(node.kwargs)
+
+    @staticmethod
+    def _order(node: fx.Node) -> list[int]:
+        rank = node.args[0].meta["val"].dim()
+        if node.target is aten.permute.default:
+            return [d % rank for d in node.args[1]]
+        order = list(range(rank))
+        a, b = (0, 1) if node.target is aten.t.default else (d % rank for d in node.args[1:3])
+        if rank > 1:
+            order[a], order[b] = order[b], order[a]
+        return order
+
+    def _arg(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            if argument in self.names:
+                return Ref(self.names[argument])
+            return size_in_batch(argument.meta["val"], self.sizes)
+        if isinstance(argument, (list, tuple)):
+            return tuple(self._arg(item) for item in argument)
+        if isinstance(argument, torch.dtype):
+            return str(argument)
+        if isinstance(argument, (torch.SymInt, torch.SymFloat)):
+            return size_in_batch(argument, self.sizes)
+        return argument
+
+

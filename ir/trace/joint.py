@@ -1,0 +1,101 @@
+"""Differentiates one captured piece and turns it into a `Block`.
+
+Input: the fx nodes of a segment (functional, lifted), which of its inputs need gradients, and
+names. Output: a `Block` whose nodes are forward then backward. The segment is run under autograd
+inside `make_fx` on the fake tensors it was captured with, so sizes stay symbolic in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ir.graph import Block
+from ir.trace.adapters import make_fx, node_meta, preserve_meta
+from ir.trace.convert import Converter
+from ir.trace.normal import replay_target
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A contiguous run of captured nodes: what it reads from outside and what others read."""
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+def replay(segment: Segment, values: list[Tensor]) -> list[Tensor]:
+    """Runs the segment's nodes on the given input tensors."""
+    env: dict[fx.Node, Any] = dict(zip(segment.inputs, values, strict=True))
+
+    def load(node: fx.Node) -> Any:
+        return env[node] if node in env else node.meta["val"]
+
+    for node in segment.nodes:
+        if not _is_size(node):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), load)
+            with node_meta(node):
+                env[node] = replay_target(node.target)(*args, **kwargs)
+    return [env[node] for node in segment.outputs]
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Size arithmetic is not replayed: its value is an expression already."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, int, torch.SymBool, bool))
+
+
+def differentiable_outputs(segment: Segment, needs: list[bool]) -> list[bool]:
+    """Which outputs carry a gradient when the inputs marked in `needs` do."""
+    with _mode(segment), torch.enable_grad():
+        outputs = replay(segment, _primals(_fakes(segment), needs))
+    return [out.requires_grad for out in outputs]
+
+
+def differentiate(
+    segment: Segment, needs: list[bool], carries: list[bool], sizes: dict[Any, Any], name: str,
+    input_names: list[str],
+) -> Block:  # fmt: skip
+    """The joint forward and backward of a segment as a `Block` named `name`.
+
+    `needs` marks inputs that want a gradient, `carries` outputs that receive one.
+    """
+    fakes = _fakes(segment)
+    with _mode(segment):
+        tangents = [
+            torch.empty_like(node.meta["val"])
+            for node, carry in zip(segment.outputs, carries, strict=True) if carry
+        ]  # fmt: skip
+
+    def step(primals: list[Tensor], tangents: list[Tensor]) -> Any:
+        leaves = _primals(primals, needs)
+        with torch.enable_grad(), preserve_meta():
+            outputs = replay(segment, leaves)
+            wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+            roots = [out for out, carry in zip(outputs, carries, strict=True) if carry]
+            grads = torch.autograd.grad(roots, wanted, tangents, allow_unused=True) if roots else ()
+        return outputs, list(grads)
+
+    with _mode(segment):
+        joint = make_fx(step)(fakes, tangents)
+    converter = Converter(joint.graph, sizes, input_names, needs, carries)
+    return converter.block(name)
+
+
+def _fakes(segment: Segment) -> list[Tensor]:
+    return [node.meta["val"] for node in segment.inputs]
+
+
+def _mode(segment: Segment) -> Any:
+    every = (*segment.inputs, *segment.nodes)
+    return next(
+        node.meta["val"].fake_mode for node in every
+        if hasattr(node.meta.get("val"), "fake_mode")
+    )  # fmt: skip
+
+
+def _primals(tensors: list[Tensor], needs: list[bool]) -> list[Tensor]:
+    return [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]

@@ -1,0 +1,189 @@
+"""Composite operations that tracing keeps whole, with shapes and derivatives.
+
+They are closed under differentiation: the gradient of an einsum is two einsums. They are only
+ever run on fake tensors here; emitted programs call the functions of the same names in
+`runtime.ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+ops = torch.ops.shardwright
+
+
+@custom_op("shardwright::einsum", mutates_args=())
+def einsum(equation: str, x: Tensor, y: Tensor) -> Tensor:
+    return torch.einsum(equation, x, y)
+
+
+@einsum.register_fake
+def _(equation, x, y):
+    terms, out = equation.split("->")
+    first, second = terms.split(",")
+    size = {**dict(zip(second, y.shape, strict=True)), **dict(zip(first, x.shape, strict=True))}
+    return x.new_empty([size[letter] for letter in out])
+
+
+def _einsum_setup(ctx, inputs, output):
+    ctx.equation, x, y = inputs
+    ctx.save_for_backward(x, y)
+
+
+def _einsum_backward(ctx, grad):
+    x, y = ctx.saved_tensors
+    terms, out = ctx.equation.split("->")
+    first, second = terms.split(",")
+    grad_x = ops.einsum(f"{out},{second}->{first}", grad, y) if ctx.needs_input_grad[1] else None
+    grad_y = ops.einsum(f"{out},{first}->{second}", grad, x) if ctx.needs_input_grad[2] else None
+    return None, grad_x, grad_y
+
+
+einsum.register_autograd(_einsum_backward, setup_context=_einsum_setup)
+
+
+@custom_op("shardwright::attention", mutates_args=())
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q [batch, heads, s, d], k and v [batch, kv_heads, t, d]; also returns the logsumexp."""
+    raise RuntimeError("attention is only traced here")
+
+
+def _wide(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@attention.register_fake
+def _(q, k, v, mask, causal, scale):
+    out = q.new_empty([*q.shape[:-1], v.shape[-1]])
+    return out, q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
+
+
+@custom_op("shardwright::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
+    mask: Tensor | None, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    raise RuntimeError("attention is only traced here")
+
+
+@attention_backward.register_fake
+def _(grad, q, k, v, out, logsumexp, mask, causal, scale):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _attention_setup(ctx, inputs, output):
+    q, k, v, mask, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, mask, *output)
+
+
+def _attention_gradient(ctx, grad, grad_logsumexp):
+    q, k, v, mask, out, logsumexp = ctx.saved_tensors
+    grads = ops.attention_backward(
+        grad, q, k, v, out, logsumexp, mask, ctx.causal, ctx.scale
+    )
+    return (*grads, None, None, None)
+
+
+attention.register_autograd(_attention_gradient, setup_context=_attention_setup)
+
+
+@custom_op("shardwright::cross_entropy", mutates_args=())
+def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """logits [n, vocab], target [n] -> (loss of each row, 0 where ignored; logsumexp)."""
+    raise RuntimeError("cross_entropy is only traced here")
+
+
+@cross_entropy.register_fake
+def _(logits, target, ignore_index):
+    rows = logits.shape[:1]
+    return logits.new_empty(rows), logits.new_empty(rows, dtype=_wide(logits.dtype))
+
+
+@custom_op("shardwright::cross_entropy_backward", mutates_args=())
+def cross_entropy_backward(
+    grad: Tensor, logits: Tensor, target: Tensor, logsumexp: Tensor, ignore_index: int
+) -> Tensor:
+    raise RuntimeError("cross_entropy is only traced here")
+
+
+@cross_entropy_backward.register_fake
+def _(grad, logits, target, logsumexp, ignore_index):
+    return logits.new_empty(logits.shape)
+
+
+def _cross_entropy_setup(ctx, inputs, output):
+    logits, target, ctx.ignore_index = inputs
+    ctx.save_for_backward(logits, target, output[1])
+
+
+def _cross_entropy_gradient(ctx, grad, grad_logsumexp):
+    logits, target, logsumexp = ctx.saved_tensors
+    back = ops.cross_entropy_backward(grad, logits, target, logsumexp, ctx.ignore_index)
+    return back, None, None
+
+
+cross_entropy.register_autograd(_cross_entropy_gradient, setup_context=_cross_entropy_setup)
+
+
+@custom_op("shardwright::normalize", mutates_args=())
+def normalize(x: Tensor, dims: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Zero mean and unit variance over the last `dims` dims -> (normalised, 1/std)."""
+    raise RuntimeError("normalize is only traced here")
+
+
+@normalize.register_fake
+def _(x, dims, eps):
+    shape = [*x.shape[: x.dim() - dims], *([1] * dims)]
+    return x.new_empty(x.shape), x.new_empty(shape, dtype=_wide(x.dtype))
+
+
+@custom_op("shardwright::normalize_backward", mutates_args=())
+def normalize_backward(grad: Tensor, normalised: Tensor, rstd: Tensor, dims: int) -> Tensor:
+    raise RuntimeError("normalize is only traced here")
+
+
+@normalize_backward.register_fake
+def _(grad, normalised, rstd, dims):
+    return grad.new_empty(grad.shape)
+
+
+def _normalize_setup(ctx, inputs, output):
+    ctx.dims = inputs[1]
+    ctx.save_for_backward(*output)
+
+
+def _normalize_gradient(ctx, grad, grad_rstd):
+    return ops.normalize_backward(grad, *ctx.saved_tensors, ctx.dims), None, None
+
+
+normalize.register_autograd(_normalize_gradient, setup_context=_normalize_setup)
+
+
+@custom_op("shardwright::dropout", mutates_args=())
+def dropout(x: Tensor, p: float, op: int) -> Tensor:
+    """The mask is a function of (seed, step, op, global element index): see `runtime.random`."""
+    raise RuntimeError("dropout is only traced here")
+
+
+@dropout.register_fake
+def _(x, p, op):
+    return x.new_empty(x.shape)
+
+
+def _dropout_setup(ctx, inputs, output):
+    _, ctx.p, ctx.op = inputs
+
+
+def _dropout_gradient(ctx, grad):
+    return ops.dropout(grad, ctx.p, ctx.op), None, None
+
+
+dropout.register_autograd(_dropout_gradient, setup_context=_dropout_setup)
+
+
+CALL_SIGNATURE = "call(Tensor[] xs, str key) -> Tensor[]"
+"""The opaque call that stands for a folded block while the whole model is exported."""

@@ -1,0 +1,63 @@
+"""Normal forms: several ATen spellings of one operation become one.
+
+`replay_target` simplifies calls before differentiation; `NORMAL` maps ATen overloads to the
+operation names of the op table when a traced graph is converted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+WHOLE = sys.maxsize
+
+
+def replay_target(target: Any) -> Callable:
+    return SIMPLER.get(target, target)
+
+
+def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    return source.to(destination.dtype).expand(destination.shape)
+
+
+def _full_slice(x: Tensor, dim: int, start: Any, end: Any, step: int) -> bool:
+    return not start and step == 1 and (end is None or end == WHOLE or end == x.shape[dim])
+
+
+def _slice(x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Tensor:
+    if _full_slice(x, dim, start, end, step):
+        return x
+    return aten.slice.Tensor(x, dim, start, end, step)
+
+
+def _slice_scatter(
+    x: Tensor, source: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Tensor:
+    if _full_slice(x, dim, start, end, step):
+        return source
+    return aten.slice_scatter.default(x, source, dim, start, end, step)
+
+
+SIMPLER: dict[Any, Callable] = {
+    aten.copy.default: _copy,
+    aten.slice.Tensor: _slice,
+    aten.slice_scatter.default: _slice_scatter,
+}
+
+IDENTITY = {
+    aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default,
+    aten.lift_fresh.default, aten.contiguous.default,
+}  # fmt: skip
+"""Operations that give back the values of their first input."""
+
+VIEW = {
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints,
+    aten.view_copy.default, aten.unflatten.int,
+}  # fmt: skip
+"""Operations that only regroup dims: the result's shape says it all."""

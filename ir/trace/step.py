@@ -1,0 +1,116 @@
+"""The module that is exported: the user's model with its loss, on flat tensor arguments.
+
+Input: model, example `(args, kwargs)`, optional `loss(output)`. Output: `Step`, a module from
+the tensor leaves of the arguments to `[loss, *metrics]`, and `Leaf` facts about each leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ir.errors import CaptureError
+from ir.trace.adapters import flatten, unflatten
+
+SMALLEST_TRACED_BATCH = 4
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor leaf of the arguments; `name` is taken from its path."""
+
+    name: str
+    tensor: Tensor
+    rows: int | None
+
+    def example(self, factor: int) -> Tensor:
+        """An uninitialised tensor like the leaf with `factor` times the rows."""
+        shape = list(self.tensor.shape)
+        if self.rows is not None:
+            shape[0] *= factor
+        return torch.empty(shape, dtype=self.tensor.dtype, device=self.tensor.device)
+
+
+class Report:
+    """What a traced forward found out; torch.export resets plain attributes of a module."""
+
+    metrics: list[str] = []
+
+
+class Step(nn.Module):
+    """Runs `model(*args, **kwargs)` on tensor leaves and returns the loss and the metrics."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+                 loss: Callable[[Any], Tensor] | None):  # fmt: skip
+        super().__init__()
+        self.model = model
+        self.leaves, self.spec = flatten((args, kwargs))
+        self.loss = loss
+        self.report = Report()
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        supply = iter(tensors)
+        leaves = [next(supply) if isinstance(x, Tensor) else x for x in self.leaves]
+        args, kwargs = unflatten(leaves, self.spec)
+        output = self.model(*args, **kwargs)
+        loss = self.loss(output) if self.loss is not None else find_loss(output)
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise CaptureError(f"the loss must be a tensor with no dims, got {kind}.")
+        metrics = {k: v for k, v in scalars(output).items() if v is not loss}
+        self.report.metrics = list(metrics)
+        return [loss, *metrics.values()]
+
+
+def find_loss(output: Any) -> Tensor:
+    """The loss that a model returns: a scalar, or the field or key `loss`."""
+    if isinstance(output, Tensor) and output.dim() == 0:
+        return output
+    value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(value, Tensor):
+        return value
+    raise CaptureError(
+        f"the model returns {type(output).__name__} and no loss was found in it. Return a scalar "
+        "loss (alone, or as `loss`), or give loss(output) beside the model."
+    )
+
+
+def scalars(output: Any) -> dict[str, Tensor]:
+    """Named scalar tensors of an output: reported as metrics."""
+    if dataclasses.is_dataclass(output) and not isinstance(output, (Mapping, type)):
+        output = {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
+    if not isinstance(output, Mapping):
+        return {}
+    return {
+        str(key): value for key, value in output.items()
+        if isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+    }  # fmt: skip
+
+
+def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Leaf], int]:
+    """Tensor leaves with their presumed batch dim 0, and the batch size of the example."""
+    tensors: list[tuple[str, Tensor]] = []
+    _collect("", (args, kwargs), tensors)
+    with_dims = [t for _, t in tensors if t.dim()]
+    if not with_dims:
+        raise CaptureError("the example arguments hold no tensor with a batch dim.")
+    batch = with_dims[0].shape[0]
+    rows = [t.shape[0] if t.dim() and t.shape[0] == batch else None for _, t in tensors]
+    return [Leaf(n, t, r) for (n, t), r in zip(tensors, rows, strict=True)], batch
+
+
+def _collect(name: str, tree: Any, found: list[tuple[str, Tensor]]) -> None:
+    """Names each tensor leaf after its last key, in flattening order."""
+    if isinstance(tree, Tensor):
+        found.append((name or "input", tree))
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            _collect(str(key), value, found)
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            _collect(name, item, found)

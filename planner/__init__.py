@@ -1,0 +1,1 @@
+"""Decides: sharding, stages, recompute and schedule for a traced model on a cluster."""

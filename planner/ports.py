@@ -1,0 +1,126 @@
+"""What must agree between blocks: the layouts of the values that cross their boundaries.
+
+Input: a graph and its batch flow. Output: `Variants` (a block with given batch placements and how
+often it occurs) and port classes: boundary values that hold the same tensor, or the same input of
+a repeated block, share one layout on the tensor axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ir.batch import Flow, Placements, Spread, factors_of, spread
+from ir.factors import Factors
+from ir.graph import Block, Graph
+from ir.layout import REPLICATE, Placement
+
+Port: TypeAlias = "tuple[int, str, str]"
+"""(variant, "value" or "gradient", name of the value inside the block)."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A block under given batch placements; `calls` are its places in the graph."""
+
+    block: Block
+    block_index: int
+    placements: Placements
+    calls: tuple[int, ...]
+
+    @property
+    def spread(self) -> Spread:
+        return spread(self.block, self.placements)
+
+    @property
+    def factors(self) -> Factors:
+        return factors_of(self.block)
+
+
+def variants(graph: Graph, flow: Flow) -> tuple[Variant, ...]:
+    """The distinct (block, batch placements) pairs, in order of first call."""
+    found: dict[tuple[int, Placements], list[int]] = {}
+    for index, call in enumerate(graph.calls):
+        found.setdefault((call.block, flow.calls[index]), []).append(index)
+    return tuple(
+        Variant(graph.blocks[block], block, places, tuple(calls))
+        for (block, places), calls in found.items()
+    )
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Classes of ports; `fixed` classes stay whole (model inputs, losses, buffer updates)."""
+
+    of_value: dict[Port, int]
+    fixed: frozenset[int]
+    state: dict[str, int]
+    uses: dict[str, int]
+
+    def members(self, number: int) -> list[Port]:
+        return [port for port, found in self.of_value.items() if found == number]
+
+
+def connect(graph: Graph, kinds: tuple[Variant, ...]) -> Ports:
+    """Joins ports over the graph's values."""
+    parent: dict[object, object] = {}
+
+    def root(item: object) -> object:
+        parent.setdefault(item, item)
+        while parent[item] != item:
+            item = parent[item]
+        return item
+
+    state_names = {state.name for state in graph.state}
+    ports: list[Port] = []
+    uses: dict[str, int] = dict.fromkeys(state_names, 0)
+    for number, variant in enumerate(kinds):
+        for index in variant.calls:
+            call = graph.calls[index]
+            outer = [*zip(variant.block.inputs, call.arguments, strict=True),
+                     *zip(variant.block.outputs, call.results, strict=True)]  # fmt: skip
+            for name, value in outer:
+                parent[root(("value", value))] = root((number, "value", name))
+                if value in uses:
+                    uses[value] += 1
+                else:
+                    parent[root(("gradient", value))] = root((number, "gradient", name))
+    for number, variant in enumerate(kinds):
+        names = dict.fromkeys([*variant.block.inputs, *variant.block.outputs])
+        ports += [(number, kind, name) for name in names for kind in ("value", "gradient")]
+    numbers: dict[object, int] = {}
+    of_value = {port: numbers.setdefault(root(port), len(numbers)) for port in ports}
+    ends = [item.name for item in graph.inputs] + [graph.loss] + [v for _, v in graph.metrics]
+    ends += [state.update for state in graph.state if state.update]
+    fixed = frozenset(
+        numbers[root((kind, name))] for name in ends for kind in ("value", "gradient")
+        if root((kind, name)) in numbers
+    )  # fmt: skip
+    state = {
+        name: numbers[root(("value", name))] for name in sorted(state_names)
+        if root(("value", name)) in numbers
+    }  # fmt: skip
+    return Ports(of_value, fixed, state, uses)
+
+
+def options(
+    ports: Ports, number: int, kinds: tuple[Variant, ...], degree: int
+) -> tuple[Placement, ...]:
+    """Placements that every port of a class can have: whole, and cuts that divide evenly."""
+    if number in ports.fixed:
+        return (REPLICATE,)
+    shared: dict[Placement, None] | None = None
+    for variant, _, name in ports.members(number):
+        factors = kinds[variant].factors
+        cuts = {
+            place: None for leaf in factors.leaves(name) if divides(factors, leaf, degree)
+            if (place := factors.shard(name, leaf)) is not None
+        }  # fmt: skip
+        shared = cuts if shared is None else {p: None for p in shared if p in cuts}
+    return (REPLICATE, *(shared or {}))
+
+
+def divides(factors: Factors, leaf: int, degree: int) -> bool:
+    """Whether a leaf has a fixed size that the axis divides."""
+    size = factors.size[leaf]
+    return isinstance(size, int) and size % degree == 0

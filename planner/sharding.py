@@ -1,0 +1,304 @@
+"""The sharding of all blocks on the tensor axis, as one integer program.
+
+Nodes i of the joint graphs, strategies p of a node, layouts l of a value:
+
+    minimise  sum_ip compute[i,p] s[i,p] + sum_ilm reshard[i,lm] r[i,lm,phase] + update[c,l] y[c,l]
+    (1)  sum_p s[i,p] = 1                                  one strategy per node
+    (2)  sum_m e[ij,lm] = sum_{p gives l} s[i,p]           tight linking, producer side
+    (3)  sum_l e[ij,lm] = sum_{q takes m} s[j,q]           tight linking, consumer side
+    (4)  r[i,lm,phase] >= e[ij,lm]                         a reshard is paid once per phase
+    (5)  sum_l y[c,l] = 1                                  one layout per boundary class
+    (6)  a block's input has its class' layout; outputs and gradients are delivered in it
+
+Sources: the formulation is Alpa's and AutoParallel's with the tight linking; (4) and (5) let it
+find sequence-sharded norms and residuals by itself. Costs of repeated blocks count as often as
+they occur; what happens once per step counts 1 / micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ir.graph import Graph, Node, references
+from ir.layout import REPLICATE, Layout, Placement, Shard
+from ir.lower import Degrees, Sharding, local_type
+from ir.ops import op_def
+from ir.ops.table import flops
+from ir.reshard import possible, step
+from ir.strategies import Strategy, strategies
+from planner.cost import CostModel
+from planner.ports import Port, Ports, Variant, connect, divides, options
+from planner.solver import Model, Solution, Variable
+
+COMPUTE_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class ShardingResult:
+    """A `Sharding` per variant, the layout of every state tensor, and the proven gap."""
+
+    shardings: tuple[Sharding, ...]
+    state: dict[str, Placement]
+    objective_s: float
+    bound_s: float
+    variables: int
+
+
+@dataclass
+class _Program:
+    """The model under construction and its variables."""
+
+    model: Model = field(default_factory=Model)
+    cost: list[tuple[float, Variable]] = field(default_factory=list)
+    chosen: dict[tuple[int, Node], list[tuple[Strategy, Variable]]] = field(default_factory=dict)
+    layouts: dict[int, list[tuple[Placement, Variable]]] = field(default_factory=dict)
+    paid: dict[tuple[int, str, Placement, Placement, bool], Variable] = field(default_factory=dict)
+
+
+def shard(
+    graph: Graph, kinds: tuple[Variant, ...], degrees: Degrees, cost: CostModel,
+    *, byte_price_s: float = 0.0, gap: float = 0.001,
+) -> ShardingResult:  # fmt: skip
+    """The cheapest sharding. `byte_price_s`: seconds charged per byte of parameters held."""
+    return _Search(graph, kinds, degrees, cost, byte_price_s).solve(gap)
+
+
+class _Search:
+    """Builds, solves and decodes; see the module's docstring."""
+
+    def __init__(self, graph: Graph, kinds: tuple[Variant, ...], degrees: Degrees,
+                 cost: CostModel, byte_price_s: float):  # fmt: skip
+        self.graph, self.kinds, self.degrees, self.cost = graph, kinds, degrees, cost
+        self.byte_price_s = byte_price_s
+        self.ports: Ports = connect(graph, kinds)
+        self.program = _Program()
+
+    def solve(self, gap: float) -> ShardingResult:
+        self._classes()
+        for number in range(len(self.kinds)):
+            self._nodes(number)
+        for number in range(len(self.kinds)):
+            self._edges(number)
+            self._deliveries(number)
+        self.program.model.minimise(self.program.cost)
+        return self._decode(self.program.model.solve(gap))
+
+    # build
+
+    def _classes(self) -> None:
+        """(5), and what holding and updating a parameter costs."""
+        types = {state.name: state for state in self.graph.state}
+        held: dict[int, list[str]] = {}
+        for name, number in self.ports.state.items():
+            held.setdefault(number, []).append(name)
+        for number in sorted(set(self.ports.of_value.values())):
+            row = []
+            for place in options(self.ports, number, self.kinds, self.degrees.tensor):
+                variable = self.program.model.binary()
+                row.append((place, variable))
+                price = 0.0
+                for name in held.get(number, ()):
+                    kind = types[name]
+                    size = kind.type.bytes(self.degrees.batch)
+                    size /= self.degrees.tensor if isinstance(place, Shard) else 1
+                    update = self.cost.optimizer_s(size, 2 * size) if kind.trainable else 0.0
+                    price += update / self.degrees.micro_batches + size * self.byte_price_s
+                self.program.cost.append((price, variable))
+            self.program.layouts[number] = row
+            self.program.model.constrain([(1.0, v) for _, v in row], 1, 1)
+
+    def _nodes(self, number: int) -> None:
+        """(1), with the compute cost of each strategy."""
+        variant = self.kinds[number]
+        factors = variant.factors
+        leaves = [leaf for leaf in factors.size if divides(factors, leaf, self.degrees.tensor)]
+        weight = len(variant.calls)
+        for node in variant.block.nodes:
+            row = []
+            for option in strategies(node, factors, leaves):
+                variable = self.program.model.binary()
+                row.append((option, variable))
+                self.program.cost.append((weight * self._compute_s(variant, node, option), variable))
+            self.program.chosen[number, node] = row
+            self.program.model.constrain([(1.0, v) for _, v in row], 1, 1)
+
+    def _compute_s(self, variant: Variant, node: Node, option: Strategy) -> float:
+        batch = variant.spread.chosen[node]
+        names = [ref.name for ref in references((node.args, node.kwargs))]
+        results = [name for name in node.outputs if name in variant.block.types]
+        moved = 0
+        for name, data, tensor in (
+            *zip(names, batch.operands, option.operands, strict=True),
+            *zip(results, batch.results, option.results, strict=True),
+        ):
+            moved += self._bytes(variant, name, Layout(data, tensor))
+        whole = {
+            name: self._shape(variant, name, Layout(data))
+            for name, data in (
+                *zip(names, batch.operands, strict=True),
+                *zip(results, batch.results, strict=True),
+            )
+        }
+        work = flops(node, whole) / (self.degrees.tensor if option.divides else 1)
+        row = op_def(node.op)
+        seconds = self.cost.compute_s(row.kind, work, moved, compute_dtype(variant, names))
+        if option.communicates:
+            rows = self._bytes(variant, results[0], Layout(batch.results[0]))
+            seconds += 3 * self.cost.collective_s("all_reduce", rows, "tensor")
+        return seconds
+
+    def _shape(self, variant: Variant, name: str, layout: Layout) -> tuple[int, ...]:
+        kind = variant.block.types[name]
+        shape = local_type(kind, layout, self.degrees, self.degrees.rows).shape
+        return tuple(int(size) for size in shape)
+
+    def _bytes(self, variant: Variant, name: str, layout: Layout) -> int:
+        kind = variant.block.types[name]
+        return local_type(kind, layout, self.degrees, self.degrees.rows).bytes(1)
+
+    def _edges(self, number: int) -> None:
+        """(2) and (3) between nodes, and (6) from the boundary."""
+        variant = self.kinds[number]
+        have = {name: self._layouts(number, name) for name in self._boundary(number)}
+        for i, node in enumerate(variant.block.nodes):
+            backward = i >= variant.block.n_forward
+            row = self.program.chosen[number, node]
+            names = [ref.name for ref in references((node.args, node.kwargs))]
+            for position, name in enumerate(names):
+                need: dict[Placement, list[Variable]] = {}
+                for option, variable in row:
+                    need.setdefault(option.operands[position], []).append(variable)
+                self._link(number, name, have[name], need, backward, len(variant.calls))
+            results = [name for name in node.outputs if name in variant.block.types]
+            for k, name in enumerate(results):
+                made: dict[Placement, list[Variable]] = {}
+                for option, variable in row:
+                    made.setdefault(option.results[k], []).append(variable)
+                have[name] = made
+        self.have = have
+
+    def _boundary(self, number: int) -> list[str]:
+        block = self.kinds[number].block
+        return [*block.inputs, *(tangent for _, tangent in block.tangents)]
+
+    def _layouts(self, number: int, name: str) -> dict[Placement, list[Variable]]:
+        """The class variables of an input, or of the tangent of an output."""
+        tangents = {t: output for output, t in self.kinds[number].block.tangents}
+        port: Port = (number, "value", name)
+        if name in tangents:
+            port = (number, "gradient", tangents[name])
+        return {p: [v] for p, v in self.program.layouts[self.ports.of_value[port]]}
+
+    def _link(
+        self, number: int, name: str, have: dict[Placement, list[Variable]],
+        need: dict[Placement, list[Variable]], backward: bool, weight: float,
+    ) -> None:  # fmt: skip
+        """(2), (3) and (4) for one use of a value."""
+        if len(have) == 1 and len(need) == 1 and set(have) == set(need):
+            return
+        model = self.program.model
+        edges = {
+            (a, b): model.variable(0, 1) for a in have for b in need if possible(a, b)
+        }
+        for a, variables in have.items():
+            row = [(1.0, e) for (x, _), e in edges.items() if x == a]
+            model.constrain([*row, *((-1.0, v) for v in variables)], 0, 0)
+        for b, variables in need.items():
+            row = [(1.0, e) for (_, y), e in edges.items() if y == b]
+            model.constrain([*row, *((-1.0, v) for v in variables)], 0, 0)
+        for (a, b), edge in edges.items():
+            seconds = self._reshard_s(self.kinds[number], name, a, b) * weight
+            if seconds:
+                paid = self._paid(number, name, a, b, backward, seconds)
+                model.constrain([(1.0, paid), (-1.0, edge)], 0)
+
+    def _paid(
+        self, number: int, name: str, a: Placement, b: Placement, backward: bool, seconds: float
+    ) -> Variable:
+        key = (number, name, a, b, backward)
+        if key not in self.program.paid:
+            self.program.paid[key] = variable = self.program.model.variable(0, 1)
+            self.program.cost.append((seconds, variable))
+        return self.program.paid[key]
+
+    def _reshard_s(self, variant: Variant, name: str, a: Placement, b: Placement) -> float:
+        kind = step(a, b)
+        if kind is None:
+            return 0.0
+        layout = Layout(variant.spread.place[name], a if kind == "all_to_all" else REPLICATE)
+        return self.cost.collective_s(kind, self._bytes(variant, name, layout), "tensor")
+
+    def _deliveries(self, number: int) -> None:
+        """(6): outputs and gradients arrive in their class' layout; parameters' once per step."""
+        block = self.kinds[number].block
+        weight = float(len(self.kinds[number].calls))
+        for name in block.outputs:
+            self._link(number, name, self.have[name], self._layouts(number, name), False, weight)
+        for value, gradient in block.gradients:
+            once = self._is_state(number, value)
+            kind = "value" if once else "gradient"
+            target = {
+                p: [v]
+                for p, v in self.program.layouts[self.ports.of_value[number, kind, value]]
+            }
+            share = weight / self.degrees.micro_batches if once else weight
+            self._link(number, gradient, self.have[gradient], target, True, share)
+
+    def _is_state(self, number: int, name: str) -> bool:
+        call = self.graph.calls[self.kinds[number].calls[0]]
+        place = self.kinds[number].block.inputs.index(name)
+        return call.arguments[place] in self.ports.state
+
+    # decode
+
+    def _decode(self, solution: Solution) -> ShardingResult:
+        picked = {
+            number: next(p for p, v in row if solution[v] > 0.5)
+            for number, row in self.program.layouts.items()
+        }
+        found = tuple(self._sharding(n, solution, picked) for n in range(len(self.kinds)))
+        state = {name: picked[number] for name, number in self.ports.state.items()}
+        return ShardingResult(
+            found, state, solution.objective, solution.bound, len(solution.values)
+        )
+
+    def _sharding(self, number: int, solution: Solution, picked: dict[int, Placement]) -> Sharding:
+        block = self.kinds[number].block
+        chosen = {
+            node: next(s for s, v in self.program.chosen[number, node] if solution[v] > 0.5)
+            for node in block.nodes
+        }
+        made: dict[str, Placement] = {}
+        for node, option in chosen.items():
+            results = [name for name in node.outputs if name in block.types]
+            made |= dict(zip(results, option.results, strict=True))
+
+        def port(kind: str, name: str) -> Placement:
+            return picked[self.ports.of_value[number, kind, name]]
+
+        made |= {name: port("value", name) for name in block.inputs}
+        made |= {t: port("gradient", o) for o, t in block.tangents}
+        return Sharding(
+            chosen, tuple(port("value", name) for name in block.inputs),
+            tuple(port("value", name) for name in block.outputs),
+            tuple(port("gradient", output) for output, _ in block.tangents),
+            tuple(self._delivered(number, v, made[g], port) for v, g in block.gradients),
+        )  # fmt: skip
+
+    def _delivered(self, number: int, value: str, made: Placement, port) -> Placement:
+        """Gradients of a parameter that one call uses are brought into its layout once a step."""
+        if not self._is_state(number, value):
+            return port("gradient", value)
+        calls = self.kinds[number].calls
+        place = self.kinds[number].block.inputs.index(value)
+        names = {self.graph.calls[i].arguments[place] for i in calls}
+        alone = all(self.ports.uses[name] == 1 for name in names)
+        return made if alone else port("value", value)
+
+
+def compute_dtype(variant: Variant, names: list[str]) -> str:
+    """The dtype that a node computes in: that of its first floating operand."""
+    for name in names:
+        if variant.block.types[name].dtype in COMPUTE_DTYPES:
+            return variant.block.types[name].dtype
+    return "float32"

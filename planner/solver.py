@@ -1,0 +1,213 @@
+"""Mixed-integer linear programs through OR-tools MathOpt, without its quirks.
+
+Input: variables, rows and a linear objective, added one by one. Output: a `Solution` within a
+proven gap. HiGHS solves; SCIP is tried where HiGHS fails. One thread, fixed seed: the same model
+gives the same solution, unless a time limit ends the search.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import inf
+from typing import NewType
+
+from ortools.math_opt.python import mathopt
+
+from ir.errors import Refused
+
+Variable = NewType("Variable", int)
+Term = tuple[float, Variable]
+
+_SOLVERS = (mathopt.SolverType.HIGHS, mathopt.SolverType.GSCIP)
+# Tolerances of MIP solvers are absolute (1e-6 on rows, 1e-7 on reduced costs), so costs in
+# seconds and rows in bytes are brought to about this size first.
+_LARGEST_COST = 1e3
+_ROW_SIZES = (1e-3, 1e3)
+
+
+class Infeasible(Exception):
+    """No values satisfy all rows."""
+
+
+class SolverFailed(Refused):
+    """No solver could handle the model, or none found a solution in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Values by variable, integers exact; `bound` is a proven lower bound of the objective.
+
+    `status`: "optimal" (within the gap asked for) or "time_limit" (the best found until then).
+    """
+
+    values: tuple[float, ...]
+    objective: float
+    bound: float
+    status: str
+
+    def __getitem__(self, variable: Variable) -> float:
+        return self.values[variable]
+
+    @property
+    def gap(self) -> float:
+        """(objective - bound) relative to the objective."""
+        return (self.objective - self.bound) / max(abs(self.objective), 1e-300)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    terms: tuple[Term, ...]
+    lower: float
+    upper: float
+
+
+class Model:
+    """A program to be minimised, built step by step."""
+
+    def __init__(self) -> None:
+        self._variables: list[tuple[float, float, bool, str]] = []
+        self._rows: list[_Row] = []
+        self._objective: tuple[Term, ...] = ()
+        self._offset = 0.0
+
+    def __str__(self) -> str:
+        """The program in words, one row a line; variables without a name print as x<index>."""
+        lines = [f"minimise {self._text(self._objective)} + {self._offset:g}"]
+        lines += [f"{r.lower:g} <= {self._text(r.terms)} <= {r.upper:g}" for r in self._rows]
+        return "\n".join(lines)
+
+    @property
+    def size(self) -> str:
+        """How large it is, for messages."""
+        nonzeros = sum(len(row.terms) for row in self._rows)
+        return f"{len(self._variables)} variables, {len(self._rows)} rows, {nonzeros} nonzeros"
+
+    def binary(self, name: str = "") -> Variable:
+        """A variable that is 0 or 1."""
+        return self.variable(0, 1, integer=True, name=name)
+
+    def variable(
+        self, lower: float = 0.0, upper: float = inf, *, integer: bool = False, name: str = ""
+    ) -> Variable:
+        """A variable between two bounds. Names are for reading; they need not be unique."""
+        self._variables.append((lower, upper, integer, name))
+        return Variable(len(self._variables) - 1)
+
+    def constrain(self, terms: Iterable[Term], lower: float = -inf, upper: float = inf) -> None:
+        """lower <= sum of coefficient * variable <= upper; repeated variables add up."""
+        self._rows.append(_Row(_summed(terms), lower, upper))
+
+    def minimise(self, terms: Iterable[Term], offset: float = 0.0) -> None:
+        """The objective: sum of coefficient * variable + offset."""
+        self._objective, self._offset = _summed(terms), offset
+
+    def solve(
+        self,
+        gap: float = 0.005,
+        time_limit_s: float = 60.0,
+        *,
+        start: Mapping[Variable, float] | None = None,
+    ) -> Solution:
+        """The minimum within the relative `gap`, or the best found in `time_limit_s`.
+
+        `start`: values to begin the search from (all or some variables). Raises `Infeasible` if
+        that is proven, `SolverFailed` if nothing was found in time or every solver failed.
+        """
+        scale = _LARGEST_COST / max((abs(cost) for cost, _ in self._objective if cost), default=1)
+        model, variables = self._exported(scale)
+        hints = [{variables[v]: value for v, value in start.items()}] if start else []
+        failures = []
+        for solver in _SOLVERS:
+            try:
+                result = _run(model, solver, gap, time_limit_s, hints)
+            except RuntimeError as error:
+                failures.append(f"{solver.name}: {error}")
+                continue
+            match result.termination.reason:
+                case mathopt.TerminationReason.OPTIMAL | mathopt.TerminationReason.FEASIBLE:
+                    return self._solution(result, variables, scale)
+                case (
+                    mathopt.TerminationReason.INFEASIBLE
+                    | mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED
+                ):
+                    raise Infeasible(f"no solution exists ({self.size})")
+            failures.append(f"{solver.name}: {result.termination.reason.value}")
+        raise SolverFailed(
+            f"the solver found no solution within {time_limit_s:g} s ({self.size}): "
+            f"{'; '.join(failures)}. Allow it more time."
+        )
+
+    def _text(self, terms: Iterable[Term]) -> str:
+        names = [name or f"x{index}" for index, (*_, name) in enumerate(self._variables)]
+        return " + ".join(f"{coefficient:g} {names[v]}" for coefficient, v in terms) or "0"
+
+    def _exported(self, scale: float) -> tuple[mathopt.Model, list[mathopt.Variable]]:
+        model = mathopt.Model()
+        variables = [
+            model.add_variable(lb=lower, ub=upper, is_integer=integer)
+            for lower, upper, integer, _ in self._variables
+        ]
+        for row in self._rows:
+            factor = _row_factor(row)
+            constraint = model.add_linear_constraint(lb=row.lower * factor, ub=row.upper * factor)
+            for coefficient, variable in row.terms:
+                constraint.set_coefficient(variables[variable], coefficient * factor)
+        for cost, variable in self._objective:
+            model.objective.set_linear_coefficient(variables[variable], cost * scale)
+        return model, variables
+
+    def _solution(
+        self, result: mathopt.SolveResult, variables: Sequence[mathopt.Variable], scale: float
+    ) -> Solution:
+        raw = result.variable_values(variables)
+        values = tuple(
+            float(round(value)) if integer else float(value)
+            for value, (_, _, integer, _) in zip(raw, self._variables, strict=True)
+        )
+        objective = sum(cost * values[v] for cost, v in self._objective) + self._offset
+        bound = min(result.dual_bound() / scale + self._offset, objective)
+        is_optimal = result.termination.reason == mathopt.TerminationReason.OPTIMAL
+        return Solution(values, objective, bound, "optimal" if is_optimal else "time_limit")
+
+
+def _run(
+    model: mathopt.Model,
+    solver: mathopt.SolverType,
+    gap: float,
+    time_limit_s: float,
+    hints: Sequence[Mapping[mathopt.Variable, float]],
+) -> mathopt.SolveResult:
+    """One solve; every failure surfaces as a RuntimeError with the solver's own words.
+
+    OR-tools 9.15 fails to build its error message and raises an AttributeError about
+    `canonical_code` instead; the original is its context. Setting `threads` is such a failure
+    with HiGHS, which uses one thread by default.
+    """
+    parameters = mathopt.SolveParameters(
+        time_limit=timedelta(seconds=time_limit_s),
+        relative_gap_tolerance=gap,
+        absolute_gap_tolerance=1e-9,
+        random_seed=0,
+    )
+    start = mathopt.ModelSolveParameters(
+        solution_hints=[mathopt.SolutionHint(variable_values=dict(hint)) for hint in hints]
+    )
+    try:
+        return mathopt.solve(model, solver, params=parameters, model_params=start)
+    except AttributeError as error:
+        raise RuntimeError(str(error.__context__ or error)) from error
+
+
+def _summed(terms: Iterable[Term]) -> tuple[Term, ...]:
+    """Terms with one entry per variable, in the order of first use."""
+    sums: dict[Variable, float] = {}
+    for coefficient, variable in terms:
+        sums[variable] = sums.get(variable, 0.0) + coefficient
+    return tuple((coefficient, variable) for variable, coefficient in sums.items())
+
+
+def _row_factor(row: _Row) -> float:
+    """What to multiply a row by so that its largest coefficient has a usual size."""
+    largest = max((abs(coefficient) for coefficient, _ in row.terms), default=0.0)
+    smallest_size, largest_size = _ROW_SIZES
+    return 1.0 if largest == 0 or smallest_size <= largest <= largest_size else 1.0 / largest

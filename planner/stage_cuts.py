@@ -1,0 +1,165 @@
+"""Where to cut the chain of blocks into stages, for given costs of every possible stage.
+
+Input: seconds[s,a,b], what stage s costs per micro-batch if it holds blocks a..b-1 (infinity if
+it can't). Output: the cuts of the shortest step. Costs that are too low give a lower bound of
+every plan's step; `relaxed_seconds` makes such costs, from linear relaxations.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.stage_problem import StageProblem
+
+Array = NDArray[np.float64]
+
+
+class Cuts(NamedTuple):
+    """Stage s holds blocks at[s]..at[s+1]-1; `cost_s` is what the search minimised."""
+
+    cost_s: float
+    at: tuple[int, ...]
+
+
+def best_cuts(seconds: Array, tail: Array, micro_batches: int) -> Cuts | None:
+    """The cuts that minimise (M - 1) max seconds + sum seconds + max tail; None if there are none.
+
+    seconds: [stages, blocks + 1, blocks + 1]. tail: [blocks + 1, blocks + 1], once per step.
+    Exact: for fixed limits on both maxima the sum is a shortest path, and each limit is lowered
+    step by step until no lower one can pay.
+    """
+
+    def within_tail(tail_limit: float) -> Cuts:
+        kept = np.where(tail <= tail_limit, seconds, np.inf)
+
+        def within_both(limit: float) -> Cuts:
+            return _shortest_path(np.where(kept <= limit, kept, np.inf))
+
+        return _lowered_limit(micro_batches - 1, kept, within_both)
+
+    cuts = _lowered_limit(1, np.where(np.isfinite(seconds), tail, np.inf), within_tail)
+    return cuts if np.isfinite(cuts.cost_s) else None
+
+
+def relaxed_seconds(problem: StageProblem) -> Array:
+    """[stages, blocks + 1, blocks + 1]: lower bounds of a stage's seconds per micro-batch.
+
+    With fractional counts a stage is a knapsack with one row, memory; its value is, by duality,
+
+        max over price >= 0 of  sum over blocks min_o (seconds + price * bytes)[o] - price * room
+
+    where only prices at which two points of a run cost the same can be best.
+    """
+    return np.stack([_relaxed_stage(problem, stage) for stage in range(problem.stages)])
+
+
+def tail_seconds(problem: StageProblem) -> Array:
+    """[blocks + 1, blocks + 1]: sync and optimizer seconds of a stage of blocks a..b-1."""
+    return sums(problem, [run.sync_s + run.optimizer_s for run in problem.runs])
+
+
+def copies_bytes(problem: StageProblem) -> Array:
+    """[blocks + 1, blocks + 1]: tied state that a stage of blocks a..b-1 must hold a copy of."""
+    out = np.zeros((len(problem.block_runs) + 1,) * 2)
+    for i, j, size in problem.tied:
+        has_i, has_j = (sums(problem, np.eye(len(problem.runs))[r]) > 0 for r in (i, j))
+        out += size * (has_j & ~has_i)
+    return out
+
+
+def sums(problem: StageProblem, per_run: Sequence[float] | Array) -> Array:
+    """[a, b]: sum over blocks a..b-1 of a value of their run."""
+    per_block = np.asarray(per_run, dtype=np.float64)[list(problem.block_runs)]
+    total: Array = np.concatenate([[0.0], np.cumsum(per_block)])
+    return np.subtract.outer(total, total).T
+
+
+def maxima(problem: StageProblem, per_run: Sequence[float]) -> Array:
+    """[a, b]: largest over blocks a..b-1 of a value of their run; 0 where there are none."""
+    per_block = np.asarray(per_run, dtype=np.float64)[list(problem.block_runs)]
+    out = np.zeros((len(per_block) + 1,) * 2)
+    for a in range(len(per_block)):
+        out[a, a + 1 :] = np.maximum.accumulate(per_block[a:])
+    return out
+
+
+def _relaxed_stage(problem: StageProblem, stage: int) -> Array:
+    runs, in_flight = problem.runs, problem.in_flight(stage)
+    capacity_bytes = problem.capacity_bytes[stage]
+    times = [np.array([p.forward_s + p.backward_s for p in run.points]) for run in runs]
+    held = [[p.persistent_bytes + in_flight * p.saved_bytes for p in run.points] for run in runs]
+    sizes = [np.array(run) / capacity_bytes for run in held]
+    transient = maxima(problem, [min(p.transient_bytes for p in run.points) for run in runs])
+    room = 1.0 - (transient + copies_bytes(problem)) / capacity_bytes
+    bound = np.zeros_like(room)
+    for price in _indifferent_prices(times, sizes):
+        least = [np.min(time + price * size) for time, size in zip(times, sizes, strict=True)]
+        bound = np.maximum(bound, sums(problem, least) - price * room)
+    smallest = sums(problem, [size.min() for size in sizes])
+    fits = np.triu(smallest <= room + 1e-9, k=1)
+    return np.where(fits, bound + problem.exposed_send_s(stage), np.inf)
+
+
+def _indifferent_prices(times: Sequence[Array], sizes: Sequence[Array]) -> list[float]:
+    """0 and the prices at which a faster, larger point costs the same as a slower, smaller one."""
+    prices = {0.0}
+    for time, size in zip(times, sizes, strict=True):
+        slower, larger = time[:, None] - time, size - size[:, None]
+        trade = (slower > 0) & (larger > 0)
+        prices.update((slower[trade] / larger[trade]).tolist())
+    return sorted(prices)
+
+
+def _lowered_limit(weight: float, values: Array, cheapest: Callable[[float], Cuts]) -> Cuts:
+    """Cuts of least weight * (largest of `values` on their stages) + what `cheapest` minimises.
+
+    `cheapest(limit)` uses only stages whose value is within the limit.
+    """
+    lowest = _least_maximum(values)
+    if not np.isfinite(lowest):
+        return Cuts(np.inf, ())
+
+    def with_largest(cuts: Cuts) -> tuple[float, Cuts]:
+        largest = max(_along(values, cuts.at))
+        return largest, Cuts(cuts.cost_s + weight * largest, cuts.at)
+
+    _, best = with_largest(cheapest(lowest))
+    limit = (best.cost_s - cheapest(np.inf).cost_s) / weight if weight else np.inf
+    while limit >= lowest:
+        rest = cheapest(limit)
+        if rest.cost_s + weight * lowest >= best.cost_s:
+            break
+        largest, candidate = with_largest(rest)
+        best = min(best, candidate, key=lambda cuts: cuts.cost_s)
+        limit = np.nextafter(largest, -np.inf)
+    return best
+
+
+def _shortest_path(seconds: Array) -> Cuts:
+    """Cuts of the least sum; stages are the steps, numbers of placed blocks the nodes."""
+    stages, end = seconds.shape[0], seconds.shape[1] - 1
+    reached = seconds[0, 0]
+    origins = []
+    for stage in range(1, stages):
+        sums = reached[:, None] + seconds[stage]
+        origins.append(sums.argmin(axis=0))
+        reached = sums.min(axis=0)
+    at = [end]
+    for origin in reversed(origins):
+        at.append(int(origin[at[-1]]))
+    return Cuts(float(reached[end]), (0, *reversed(at)))
+
+
+def _least_maximum(values: Array) -> float:
+    """The least possible largest value over the stages of any cuts; infinity if there are none."""
+    reached = values[0, 0]
+    for stage in values[1:]:
+        reached = np.maximum(reached[:, None], stage).min(axis=0)
+    return float(reached[-1])
+
+
+def _along(values: Array, at: tuple[int, ...]) -> list[float]:
+    return [float(values[s, a, b]) for s, (a, b) in enumerate(pairwise(at))]

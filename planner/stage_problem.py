@@ -1,0 +1,171 @@
+"""Which blocks run on which pipeline stage: the problem, a plan, and what a plan costs.
+
+Input: runs of identical blocks, each with a menu of points; stages with their memory. Output:
+`price` turns an assignment into a `StagePlan` with its seconds and bytes, by the formulas that
+the solver of `planner.stages` minimises.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.schedule import SCHEDULES, StageTime, bubble_s, in_flight, pipeline_step_s
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One way to run a block: seconds and bytes of one micro-batch on one device.
+
+    `saved_bytes` is kept from forward to backward, per micro-batch in flight; `persistent_bytes`
+    (weights, gradients, optimizer state) always; `transient_bytes` while the block runs.
+    """
+
+    forward_s: float
+    backward_s: float
+    saved_bytes: float
+    persistent_bytes: float
+    transient_bytes: float
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` identical blocks in a row. `sync_s` (exposed gradient exchange) and `optimizer_s`
+    are seconds per block, once per step."""
+
+    name: str
+    count: int
+    points: tuple[Point, ...]
+    sync_s: float = 0.0
+    optimizer_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageProblem:
+    """Runs in model order, to be cut into `stages` stages.
+
+    `capacity_bytes`: per stage, what a plan may fill. `send_s`: per boundary of two stages, the
+    seconds of a micro-batch's send that are not hidden, there and back; both sides spend them.
+    `tied`: (run i, run j, bytes): state of run i that run j reads too; a stage with blocks of j
+    but none of i holds a copy of those bytes.
+    """
+
+    runs: tuple[Run, ...]
+    stages: int
+    micro_batches: int
+    schedule: str
+    capacity_bytes: tuple[float, ...]
+    send_s: tuple[float, ...] = ()
+    tied: tuple[tuple[int, int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"unknown schedule {self.schedule!r}; known: {', '.join(SCHEDULES)}")
+        if self.stages < 1 or self.micro_batches < 1:
+            raise ValueError("at least one stage and one micro-batch are needed")
+        if not all(run.count > 0 and run.points for run in self.runs):
+            raise ValueError("every run needs a block and a point")
+        if not all(size > 0 for size in self.capacity_bytes):
+            raise ValueError(f"capacities must be positive, not {self.capacity_bytes}")
+        if len(self.capacity_bytes) != self.stages or len(self.send_s) not in (0, self.stages - 1):
+            raise ValueError(
+                f"{self.stages} stages need {self.stages} capacities and {self.stages - 1} sends, "
+                f"not {len(self.capacity_bytes)} and {len(self.send_s)}"
+            )
+
+    @property
+    def block_runs(self) -> tuple[int, ...]:
+        """The run of each block, in model order."""
+        return tuple(r for r, run in enumerate(self.runs) for _ in range(run.count))
+
+    def exposed_send_s(self, stage: int) -> float:
+        """Seconds per micro-batch that a stage spends on sends to both its neighbours."""
+        return sum(self.send_s[max(stage - 1, 0) : stage + 1])
+
+    def in_flight(self, stage: int) -> int:
+        """How many micro-batches the stage holds at its peak."""
+        return in_flight(stage, self.stages, self.micro_batches, self.schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`count` blocks of run `run`, by its point `point` (both indices)."""
+
+    run: int
+    point: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of one device of a stage at its peak."""
+
+    persistent_bytes: float
+    saved_bytes: float
+    transient_bytes: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """All parts together."""
+        return self.persistent_bytes + self.saved_bytes + self.transient_bytes
+
+
+Assignment = tuple[tuple[Choice, ...], ...]  # per stage, in model order
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """An assignment with its price. `tail_s`: exposed sync and optimizer of the slowest stage;
+    `bound_s`: no plan is faster; `gap`: (step - bound) / step."""
+
+    assignment: Assignment
+    step_s: float
+    bubble_s: float
+    tail_s: float
+    stage_times: tuple[StageTime, ...]
+    stage_memory: tuple[StageMemory, ...]
+    bound_s: float
+    gap: float
+
+
+def price(problem: StageProblem, assignment: Assignment, bound_s: float = 0.0) -> StagePlan:
+    """What the assignment costs. It is taken as complete and in order; memory is not checked."""
+    times = tuple(stage_time(problem, s, choices) for s, choices in enumerate(assignment))
+    tail_s = max(
+        sum(c.count * (problem.runs[c.run].sync_s + problem.runs[c.run].optimizer_s) for c in stage)
+        for stage in assignment
+    )
+    step_s = pipeline_step_s(times, problem.micro_batches, problem.schedule) + tail_s
+    bound_s = min(bound_s, step_s)
+    return StagePlan(
+        assignment=assignment,
+        step_s=step_s,
+        bubble_s=bubble_s(times, problem.micro_batches, problem.schedule),
+        tail_s=tail_s,
+        stage_times=times,
+        stage_memory=tuple(stage_memory(problem, s, st) for s, st in enumerate(assignment)),
+        bound_s=bound_s,
+        gap=(step_s - bound_s) / step_s if step_s else 0.0,
+    )
+
+
+def stage_time(problem: StageProblem, stage: int, choices: Sequence[Choice]) -> StageTime:
+    """Seconds of forward and backward of one micro-batch; the sends are half in each."""
+    send_s = problem.exposed_send_s(stage) / 2
+    points = [(problem.runs[c.run].points[c.point], c.count) for c in choices]
+    return (
+        sum(count * point.forward_s for point, count in points) + send_s,
+        sum(count * point.backward_s for point, count in points) + send_s,
+    )
+
+
+def stage_memory(problem: StageProblem, stage: int, choices: Sequence[Choice]) -> StageMemory:
+    """Bytes at the peak: one block runs at a time, so transient bytes do not add up."""
+    points = [(problem.runs[c.run].points[c.point], c.count) for c in choices]
+    present = {choice.run for choice in choices}
+    copies = sum(size for i, j, size in problem.tied if j in present and i not in present)
+    saved_bytes = sum(count * point.saved_bytes for point, count in points)
+    return StageMemory(
+        persistent_bytes=sum(n * point.persistent_bytes for point, n in points) + copies,
+        saved_bytes=problem.in_flight(stage) * saved_bytes,
+        transient_bytes=max((point.transient_bytes for point, _ in points), default=0.0),
+    )

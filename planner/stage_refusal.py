@@ -1,0 +1,81 @@
+"""What to say when no stage plan fits the memory.
+
+Input: a `StageProblem` without a solution. Output: which stage lacks how much, and why.
+"""
+
+import numpy as np
+
+from ir.cluster import GIB
+from planner.stage_cuts import best_cuts, copies_bytes, maxima, sums
+from planner.stage_problem import Choice, StageProblem, stage_memory
+
+# With so many micro-batches `best_cuts` minimises the largest share, and the sum only at a tie.
+_LARGEST_FIRST = 10**6
+
+
+def memory_message(problem: StageProblem) -> str:
+    """The tightest stage when every block is as small as it gets and the cuts suit that best."""
+    stage, choices = _tightest_stage(problem)
+    peak_bytes = stage_memory(problem, stage, choices).peak_bytes
+    part, part_bytes = _largest_part(problem, stage, choices)
+    capacity_bytes = problem.capacity_bytes[stage]
+    return (
+        f"no plan fits: stage {stage} of {problem.stages} needs about {_gib(peak_bytes)} per "
+        f"device with its blocks as small as they get, and {_gib(capacity_bytes)} are usable. "
+        f"Largest part: {part} ({_gib(part_bytes)}). "
+        f"Try a smaller micro-batch, or sharding over more devices."
+    )
+
+
+def _tightest_stage(problem: StageProblem) -> tuple[int, tuple[Choice, ...]]:
+    """The fullest stage of the plan of least memory."""
+    copies, shares = copies_bytes(problem), []
+    for stage, capacity_bytes in enumerate(problem.capacity_bytes):
+        parts = [
+            stage_memory(problem, stage, (Choice(r, _smallest_point(problem, stage, r), 1),))
+            for r in range(len(problem.runs))
+        ]
+        held = sums(problem, [part.persistent_bytes + part.saved_bytes for part in parts])
+        peaks = held + maxima(problem, [part.transient_bytes for part in parts]) + copies
+        shares.append(np.where(np.triu(np.ones_like(peaks), k=1), peaks / capacity_bytes, np.inf))
+    cuts = best_cuts(np.stack(shares), np.zeros_like(copies), _LARGEST_FIRST)
+    assert cuts is not None  # any cuts will do: nothing is excluded here
+    spans = list(zip(cuts.at, cuts.at[1:], strict=False))
+    stage = max(range(problem.stages), key=lambda s: float(shares[s][spans[s]]))
+    inside = problem.block_runs[slice(*spans[stage])]
+    return stage, tuple(
+        Choice(r, _smallest_point(problem, stage, r), inside.count(r)) for r in sorted(set(inside))
+    )
+
+
+def _smallest_point(problem: StageProblem, stage: int, r: int) -> int:
+    """The point of run r that needs the least memory, where a stage has its even share of blocks.
+
+    Transient bytes count once for all blocks of a stage, the others for each.
+    """
+    share = max(len(problem.block_runs) // problem.stages, 1)
+    parts = [
+        stage_memory(problem, stage, (Choice(r, o, 1),)) for o in range(len(problem.runs[r].points))
+    ]
+    sizes = [p.persistent_bytes + p.saved_bytes + p.transient_bytes / share for p in parts]
+    return sizes.index(min(sizes))
+
+
+def _largest_part(
+    problem: StageProblem, stage: int, choices: tuple[Choice, ...]
+) -> tuple[str, float]:
+    """The name and bytes of the largest contributor to a stage's memory."""
+    sizes: dict[str, float] = {}
+    for choice in choices:
+        run = problem.runs[choice.run]
+        memory = stage_memory(problem, stage, (choice,))
+        name = f"{run.name} x {choice.count}" if run.count > 1 else run.name
+        held = f"{problem.in_flight(stage)} micro-batches"
+        sizes[f"weights, gradients and optimizer state of {name}"] = memory.persistent_bytes
+        sizes[f"activations of {name} for {held}"] = memory.saved_bytes
+        sizes[f"working memory of {run.name}"] = memory.transient_bytes
+    return max(sizes.items(), key=lambda item: item[1])
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"

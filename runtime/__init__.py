@@ -1,0 +1,1 @@
+"""Runs emitted programs: the mesh and its collectives, pipeline schedules, the train step."""

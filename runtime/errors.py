@@ -1,0 +1,58 @@
+"""The errors of a running program, each with the exit code that its process ends with.
+
+A message is one paragraph: what failed, where, the numbers, what to try. `run_main` is the way an
+entry script turns such an error into that text and code, without a traceback.
+"""
+
+import sys
+from collections.abc import Callable
+
+
+class RuntimeFailure(Exception):
+    """Base of the errors that are the user's to mend; shown without a traceback."""
+
+    exit_code = 3
+
+
+class UsageError(RuntimeFailure):
+    """A call that makes no sense as written: a batch of another shape, an unknown option."""
+
+    exit_code = 2
+
+
+class LayoutError(UsageError):
+    """A layout.json that is damaged, of another version, or belongs to another program."""
+
+
+class Refused(RuntimeFailure):
+    """A request that is understood but can't be carried out right."""
+
+    exit_code = 3
+
+
+class CollectiveMismatch(Refused):
+    """Ranks that met in one collective with different operations, shapes or dtypes."""
+
+
+class Aborted(RuntimeFailure):
+    """This rank was stopped because another one failed first; the other's error is the cause."""
+
+    exit_code = 1
+
+
+class RankFailed(RuntimeFailure):
+    """A local process died; carries the first one's rank and exit code and its last output."""
+
+    def __init__(self, message: str, *, rank: int, exit_code: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Runs `main`; an error that the user can mend is printed and ends the process by its code."""
+    try:
+        main()
+    except RuntimeFailure as failure:
+        print(f"error: {failure}", file=sys.stderr, flush=True)
+        sys.exit(failure.exit_code)

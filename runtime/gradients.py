@@ -1,0 +1,108 @@
+"""From accumulated gradients to what the optimizer sees: synchronise, measure, clip.
+
+Synchronising runs each entry's table of collectives, then sums tied parameters over their stages.
+Every logical parameter counts once in the norm: pieces are summed over the axes that cut them,
+replicas and tied copies are left out. The norm is the same number, bit for bit, on every rank.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from runtime.collectives import all_gather, all_reduce, reduce_scatter, shard
+from runtime.errors import UsageError
+from runtime.layout import StateEntry, Sync
+from runtime.mesh import Mesh
+from runtime.state import StageGroups, State
+
+CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+def synchronise(x: torch.Tensor, steps: Sequence[Sync], mesh: Mesh) -> torch.Tensor:
+    """`x` after a table of collectives; `x` itself if there is nothing to do."""
+    for step in steps:
+        axis = mesh.axis(step.axis)
+        match step.op:
+            case "all_reduce":
+                x = all_reduce(x, axis)
+            case "reduce_scatter":
+                x = reduce_scatter(x, axis, step.dim, step.outer)
+            case "all_gather":
+                x = all_gather(x, axis, step.dim, step.outer)
+            case "shard":
+                x = shard(x, axis, step.dim, step.outer)
+            case _:
+                raise UsageError(f'the layout asks for an unknown collective "{step.op}".')
+    return x
+
+
+def synchronised_gradients(
+    state: State, mesh: Mesh, groups: StageGroups
+) -> tuple[torch.Tensor | None, ...]:
+    """Per state entry the gradient in the parameter's layout, or None where it has none here.
+
+    Where the shape allows, the result is written over the accumulator, so that at most one
+    gradient exists twice.
+    """
+    gradients: list[torch.Tensor | None] = []
+    for entry, accumulator, tensor in zip(
+        state.entries, state.accumulators, state.tensors, strict=True
+    ):
+        if accumulator is None or tensor is None:
+            gradients.append(None)
+            continue
+        gradient = synchronise(accumulator, entry.sync, mesh)
+        if len(entry.stages) > 1:
+            gradient = groups[tuple(sorted(entry.stages))].all_reduce(gradient, "sum")
+        _check_shape(entry, gradient, tensor)
+        same = gradient.shape == accumulator.shape
+        gradients.append(accumulator.copy_(gradient) if same else gradient)
+    return tuple(gradients)
+
+
+def _check_shape(entry: StateEntry, gradient: torch.Tensor, tensor: torch.Tensor) -> None:
+    if gradient.shape != tensor.shape:
+        raise UsageError(
+            f'the gradient of "{entry.names[0]}" has shape {tuple(gradient.shape)} after its '
+            f"synchronisation and the parameter {tuple(tensor.shape)}. The layout is inconsistent; "
+            "emit the program again."
+        )
+
+
+def global_norm(
+    state: State, gradients: Sequence[torch.Tensor | None], mesh: Mesh, device: torch.device
+) -> torch.Tensor:
+    """The 2-norm over all logical parameters, a float64 scalar, the same on every rank."""
+    squares: dict[tuple[str, ...], torch.Tensor] = {}
+    for entry, gradient in zip(state.entries, gradients, strict=True):
+        if gradient is None or mesh.pipeline.index != min(entry.stages):
+            continue
+        axes = tuple(sorted({cutting.axis for cutting in entry.shards}))
+        before = squares.get(axes, torch.zeros((), dtype=torch.float64, device=device))
+        squares[axes] = before + _sum_of_squares(gradient)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for axes in sorted(squares):
+        share = squares[axes]
+        for name in axes:
+            share = all_reduce(share, mesh.axis(name))
+        total = total + share
+    if mesh.pipeline.group is not None:
+        total = torch.stack(mesh.pipeline.group.all_gather(total)).sum()
+    return total.sqrt()
+
+
+def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dtype=wide)
+    return norm.real.to(torch.float64).square()
+
+
+def clip(gradients: Sequence[torch.Tensor | None], norm: torch.Tensor, max_norm: float) -> None:
+    """Scales all gradients in place so that their norm is at most `max_norm`.
+
+    As torch.nn.utils.clip_grad_norm_: by max_norm / (norm + 1e-6), but never up.
+    """
+    coefficient = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.mul_(coefficient)

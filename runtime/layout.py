@@ -1,0 +1,310 @@
+"""layout.json as frozen values: what an emitted program needs to know to run on its mesh.
+
+`load_layout` reads the file, `parse_layout` the parsed JSON; whatever is missing, of another
+version or of another type is a LayoutError that names the place. Loading executes nothing.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from runtime.errors import LayoutError
+from runtime.mesh import AXES, MeshShape
+
+FORMAT = "shardwright-layout/1"
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A dim, seen as (outer, rest), whose rest is cut contiguously over a mesh axis."""
+
+    axis: str
+    dim: int
+    outer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """One collective of a synchronisation; `dim` and `outer` mean nothing to an all_reduce."""
+
+    op: str  # "all_reduce" | "reduce_scatter" | "all_gather" | "shard"
+    axis: str
+    dim: int
+    outer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A value that a stage's forward gives per micro-batch: the loss, a metric, a buffer update."""
+
+    name: str
+    stage: int
+    value: str
+    reduce: str  # "sum" over the micro-batches | "keep" the last one
+    sync: tuple[Sync, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateEntry:
+    """One parameter, buffer or constant; tied names are one entry."""
+
+    names: tuple[str, ...]
+    kind: str  # "parameter" | "buffer" | "constant"
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    shards: tuple[Shard, ...]
+    stages: tuple[int, ...]
+    gradient_shards: tuple[Shard, ...]
+    sync: tuple[Sync, ...]
+    update: Scalar | None
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One tensor of the batch, global shape. `path` (optional) finds it instead of its number."""
+
+    name: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None
+    path: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A value that goes from one stage to another, in each micro-batch; local shape."""
+
+    value: str
+    peer: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gradient: bool  # whether a gradient of this shape and dtype comes back
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayout:
+    """What one pipeline stage holds, reads, receives and sends."""
+
+    weights: Mapping[str, Any]  # nested dicts and lists; leaves are indices into the state
+    inputs: tuple[str, ...]
+    receives: tuple[Transfer, ...]
+    sends: tuple[Transfer, ...]
+    has_prologue: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The whole layout.json."""
+
+    plan: str
+    mesh: MeshShape
+    schedule: str
+    micro_batches: int
+    global_batch: int
+    state: tuple[StateEntry, ...]
+    inputs: tuple[Input, ...]
+    stages: tuple[StageLayout, ...]
+    loss: Scalar
+    metrics: tuple[Scalar, ...]
+
+
+def load_layout(path: Path | str) -> Layout:
+    """The layout in a file."""
+    try:
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LayoutError(f"can't read {path}: {error.strerror}; emit the program.") from error
+    except ValueError as error:
+        raise LayoutError(
+            f"{path} is not JSON ({error}); was it cut short? Emit the program again."
+        ) from error
+    return parse_layout(table)
+
+
+def parse_layout(table: Any) -> Layout:
+    """The layout in a parsed JSON object."""
+    if not isinstance(table, Mapping) or "format" not in table:
+        raise LayoutError(f'this is no layout.json: it has no "format": "{FORMAT}".')
+    if table["format"] != FORMAT:
+        raise LayoutError(
+            f'the layout has format "{table["format"]}" and this runtime reads "{FORMAT}". '
+            "Emit the program again with the version that is installed."
+        )
+    root = _Table(table, "layout.json")
+    mesh = root.table("mesh")
+    layout = Layout(
+        plan=root.text("plan"),
+        mesh=MeshShape(*(mesh.count(axis) for axis in AXES)),
+        schedule=root.one_of("schedule", ("gpipe", "1f1b")),
+        micro_batches=root.count("micro_batches"),
+        global_batch=root.count("global_batch"),
+        state=root.items("state", _state_entry),
+        inputs=root.items("inputs", _input),
+        stages=root.items("stages", _stage),
+        loss=_scalar(root.table("loss"), "loss"),
+        metrics=root.items("metrics", lambda t: _scalar(t, t.text("name"))),
+    )
+    _check_references(layout)
+    return layout
+
+
+def _check_references(layout: Layout) -> None:
+    """The numbers and names that one table uses of another exist there."""
+    stages, entries = len(layout.stages), len(layout.state)
+    if stages != layout.mesh.pipeline:
+        raise LayoutError(f"layout.json has {stages} stages for pipeline={layout.mesh.pipeline}.")
+    for number, stage in enumerate(layout.stages):
+        for entry in weight_indices(stage.weights):
+            if not 0 <= entry < entries or number not in layout.state[entry].stages:
+                raise LayoutError(f"layout.json: stage {number} has no state entry {entry}.")
+        if unknown := set(stage.inputs) - {x.name for x in layout.inputs}:
+            raise LayoutError(f"layout.json: stage {number} reads unknown inputs {unknown}.")
+    sent = {(i, t.peer, t.value, *_kind(t)) for i, s in enumerate(layout.stages) for t in s.sends}
+    taken = {
+        (t.peer, i, t.value, *_kind(t)) for i, s in enumerate(layout.stages) for t in s.receives
+    }
+    if differing := sorted(sent ^ taken, key=str):
+        source, target, value = differing[0][:3]
+        raise LayoutError(
+            f'layout.json: stage {source} and stage {target} disagree about sending "{value}".'
+        )
+    pieces = layout.mesh.data * layout.micro_batches
+    for x in layout.inputs:
+        if x.batch_dim is not None and x.shape[x.batch_dim] % pieces:
+            raise LayoutError(
+                f'layout.json: {x.shape[x.batch_dim]} rows of input "{x.name}" don\'t divide by '
+                f"data {layout.mesh.data} x micro_batches {layout.micro_batches}."
+            )
+
+
+def _kind(transfer: Transfer) -> tuple[object, ...]:
+    return transfer.shape, transfer.dtype, transfer.gradient
+
+
+def weight_indices(tree: Any) -> list[int]:
+    """The leaves of a "weights" tree."""
+    match tree:
+        case Mapping():
+            return [leaf for branch in tree.values() for leaf in weight_indices(branch)]
+        case list():
+            return [leaf for branch in tree for leaf in weight_indices(branch)]
+        case int():
+            return [tree]
+    raise LayoutError(f'layout.json: "weights" holds {tree!r}, no number of an entry.')
+
+
+def _state_entry(t: "_Table") -> StateEntry:
+    names = tuple(t.sequence("names", str))
+    update = t.table("update") if t.get("update") is not None else None
+    return StateEntry(
+        names=names,
+        kind=t.one_of("kind", ("parameter", "buffer", "constant")),
+        shape=tuple(t.sequence("shape", int)),
+        dtype=t.dtype("dtype"),
+        trainable=t.value("trainable", bool),
+        shards=t.items("shards", _shard),
+        stages=tuple(t.sequence("stages", int)),
+        gradient_shards=t.items("gradient_shards", _shard),
+        sync=t.items("sync", _sync),
+        update=_scalar(update, names[0]) if update else None,
+    )
+
+
+def _shard(t: "_Table") -> Shard:
+    return Shard(t.one_of("axis", AXES), t.value("dim", int), t.count("outer"))
+
+
+def _sync(t: "_Table") -> Sync:
+    op = t.one_of("op", ("all_reduce", "reduce_scatter", "all_gather", "shard"))
+    axis = t.one_of("axis", AXES)
+    if op == "all_reduce":
+        return Sync(op, axis, 0, 1)
+    return Sync(op, axis, t.value("dim", int), t.count("outer"))
+
+
+def _scalar(t: "_Table", name: str) -> Scalar:
+    reduce = t.one_of("reduce", ("sum", "keep"))
+    return Scalar(name, t.value("stage", int), t.text("value"), reduce, t.items("sync", _sync))
+
+
+def _input(t: "_Table") -> Input:
+    batch_dim = None if t.get("batch_dim") is None else t.value("batch_dim", int)
+    path = None if t.get("path") is None else t.text("path")
+    shape = tuple(t.sequence("shape", int))
+    return Input(t.text("name"), t.value("index", int), shape, t.dtype("dtype"), batch_dim, path)
+
+
+def _stage(t: "_Table") -> StageLayout:
+    return StageLayout(
+        weights=t.value("weights", dict),
+        inputs=tuple(t.sequence("inputs", str)),
+        receives=t.items("receives", lambda r: _transfer(r, "from")),
+        sends=t.items("sends", lambda s: _transfer(s, "to")),
+        has_prologue=t.value("has_prologue", bool),
+    )
+
+
+def _transfer(t: "_Table", peer: str) -> Transfer:
+    shape = tuple(t.sequence("shape", int))
+    gradient = t.value("gradient", bool)
+    return Transfer(t.text("value"), t.value(peer, int), shape, t.dtype("dtype"), gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A JSON object and where it stands; every reader checks a type and names the place."""
+
+    data: Mapping[str, Any]
+    place: str
+
+    def get(self, key: str) -> Any:
+        return self.data.get(key)
+
+    def value(self, key: str, kind: type[Item]) -> Item:
+        if key not in self.data:
+            raise LayoutError(f'{self.place} has no "{key}"; emit the program again.')
+        found = self.data[key]
+        if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+            raise LayoutError(f'{self.place}: "{key}" is {found!r}, not of type {kind.__name__}.')
+        return found
+
+    def text(self, key: str) -> str:
+        return self.value(key, str)
+
+    def count(self, key: str) -> int:
+        found = self.value(key, int)
+        if found < 1:
+            raise LayoutError(f'{self.place}: "{key}" is {found}, less than 1.')
+        return found
+
+    def one_of(self, key: str, allowed: Sequence[str]) -> str:
+        found = self.text(key)
+        if found not in allowed:
+            raise LayoutError(f'{self.place}: "{key}" is "{found}", not one of {list(allowed)}.')
+        return found
+
+    def dtype(self, key: str) -> torch.dtype:
+        found = getattr(torch, self.text(key), None)
+        if not isinstance(found, torch.dtype):
+            raise LayoutError(f'{self.place}: "{key}" is "{self.text(key)}", not a torch dtype.')
+        return found
+
+    def table(self, key: str) -> "_Table":
+        return _Table(self.value(key, dict), f"{self.place} {key}")
+
+    def sequence(self, key: str, kind: type[Item]) -> list[Item]:
+        found = self.value(key, list)
+        if not all(isinstance(item, kind) for item in found):
+            raise LayoutError(f'{self.place}: "{key}" is {found!r}, not a list of {kind.__name__}.')
+        return found
+
+    def items(self, key: str, read: Callable[["_Table"], Item]) -> tuple[Item, ...]:
+        found = self.sequence(key, dict)
+        return tuple(read(_Table(t, f"{self.place} {key}[{i}]")) for i, t in enumerate(found))

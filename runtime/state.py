@@ -1,0 +1,154 @@
+"""One rank's parameters, buffers and constants: cut from the user's model and put together again.
+
+Input: the layout's state table and a model whose tensors are all there. Output: `State`, which
+holds this rank's local tensor and gradient accumulator per entry (None where the rank's stage has
+none). `full_tensor` is the way back: every rank gets the whole tensor.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from runtime.collectives import all_gather, shard
+from runtime.errors import UsageError
+from runtime.layout import Layout, Shard, StateEntry
+from runtime.mesh import Mesh
+from runtime.transport import Group, Transport
+
+StageGroups = Mapping[tuple[int, ...], Group]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """This rank's local tensors, by the number of the entry in the layout's state table."""
+
+    entries: tuple[StateEntry, ...]
+    tensors: tuple[torch.Tensor | None, ...]
+    accumulators: tuple[torch.Tensor | None, ...]  # gradients as backward adds them up
+
+    def zero_accumulators(self) -> None:
+        """Makes the accumulators ready for a step."""
+        for accumulator in self.accumulators:
+            if accumulator is not None:
+                accumulator.zero_()
+
+
+def build_state(
+    layout: Layout,
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    device: torch.device,
+    constants: Mapping[str, torch.Tensor],
+) -> State:
+    """This rank's share of the model; copies, so that ranks may be cut from one model object."""
+    available: dict[str, Mapping[str, torch.Tensor]] = {
+        "parameter": dict(model.named_parameters(remove_duplicate=False)),
+        "buffer": dict(model.named_buffers(remove_duplicate=False)),
+        "constant": dict(constants),
+    }
+    stage = mesh.pipeline.index
+    tensors: list[torch.Tensor | None] = []
+    accumulators: list[torch.Tensor | None] = []
+    for entry in layout.state:
+        full = find_tensor(entry, available[entry.kind])
+        held = stage in entry.stages
+        tensors.append(cut_shards(full.detach(), entry.shards, mesh, device) if held else None)
+        accumulators.append(
+            torch.zeros(local_shape(entry, mesh), dtype=entry.dtype, device=device)
+            if held and entry.trainable
+            else None
+        )
+    return State(layout.state, tuple(tensors), tuple(accumulators))
+
+
+def find_tensor(entry: StateEntry, available: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The model's tensor for an entry; a model that is not the planned one is a UsageError."""
+    missing = [name for name in entry.names if name not in available]
+    if missing:
+        raise UsageError(
+            f'the model has no {entry.kind} "{missing[0]}" (it has {len(available)}). The program '
+            "was emitted for another model; give the model that was planned, or plan again."
+        )
+    found = available[entry.names[0]]
+    if found.is_meta:
+        raise UsageError(
+            f'{entry.kind} "{entry.names[0]}" is on the meta device, so it has no values. '
+            "Build the model on a real device before training."
+        )
+    for name in entry.names[1:]:
+        if available[name] is not found:
+            raise UsageError(
+                f'"{entry.names[0]}" and "{name}" are one {entry.kind} in the plan and two in this '
+                "model. Tie them before training, or plan again."
+            )
+    if tuple(found.shape) != entry.shape or found.dtype != entry.dtype:
+        raise UsageError(
+            f'{entry.kind} "{entry.names[0]}" has shape {tuple(found.shape)} and {found.dtype}; '
+            f"the program is for {entry.shape} and {entry.dtype}. Plan again for this model."
+        )
+    return found
+
+
+def cut_shards(
+    full: torch.Tensor, shards: Sequence[Shard], mesh: Mesh, device: torch.device
+) -> torch.Tensor:
+    """This rank's piece of a full tensor, as a copy of its own on `device`."""
+    piece = full
+    for cutting in shards:
+        piece = shard(piece, mesh.axis(cutting.axis), cutting.dim, cutting.outer)
+    return piece.to(device, copy=piece is full).contiguous()
+
+
+def local_shape(entry: StateEntry, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of an entry's gradient accumulator on a rank."""
+    shape = list(entry.shape)
+    for cutting in entry.gradient_shards:
+        size = mesh.axis(cutting.axis).size
+        if shape[cutting.dim] % (size * cutting.outer):
+            raise UsageError(
+                f'the gradient of "{entry.names[0]}", shape {entry.shape}, can\'t be cut '
+                f"{size} ways at dim {cutting.dim}. Plan again for this mesh."
+            )
+        shape[cutting.dim] //= size
+    return tuple(shape)
+
+
+def stage_groups(layout: Layout, mesh: Mesh, transport: Transport) -> StageGroups:
+    """The groups over sets of stages that share state: tied parameters, buffers that change.
+
+    Collective: all ranks build them at the same time.
+    """
+    wanted = {stages for entry in layout.state if len(stages := sharing_stages(entry)) > 1}
+    stage = mesh.pipeline.index
+    return {
+        stages: transport.group(mesh.shape.stage_line(mesh.rank, stages))
+        for stages in sorted(wanted)
+        if stage in stages
+    }
+
+
+def sharing_stages(entry: StateEntry) -> tuple[int, ...]:
+    """The stages that hold an entry or make its update, in order."""
+    updating = {entry.update.stage} if entry.update else set()
+    return tuple(sorted({*entry.stages, *updating}))
+
+
+def full_tensor(
+    entry: StateEntry, local: torch.Tensor | None, mesh: Mesh, device: torch.device
+) -> torch.Tensor:
+    """The whole tensor on every rank, from the local tensors of the ranks that hold the entry.
+
+    Collective over the whole mesh: also the stages without the entry call it, with None.
+    """
+    if mesh.pipeline.index == entry.stages[0] and local is not None:
+        full = local
+        for cutting in reversed(entry.shards):
+            full = all_gather(full, mesh.axis(cutting.axis), cutting.dim, cutting.outer)
+    else:
+        full = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+    if mesh.pipeline.group is not None:
+        return mesh.pipeline.group.broadcast(full, entry.stages[0])
+    return full.clone() if full is local else full

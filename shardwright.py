@@ -1,0 +1,343 @@
+"""The front door of Shardwright: the public names, and the command line.
+
+In: a PyTorch model and a cluster. Out: a `Plan`, and the parallel training program that it stands
+for. This is the only module that imports all four rooms.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from codegen import Program, compile, emit
+from ir.cluster import Cluster
+from ir.errors import Refused, ShardwrightError, UsageError
+from ir.graph import Graph
+from ir.plan import Plan
+from ir.trace import trace
+from planner import plan as plan_graph
+from runtime.batch import tensor_leaves
+from runtime.compare import compare
+from runtime.launch import launch
+from runtime.models import Loaded, load_model
+
+__all__ = [
+    "Cluster",
+    "Graph",
+    "Plan",
+    "Program",
+    "check",
+    "compile",
+    "emit",
+    "load_model",
+    "load_plan",
+    "plan",
+    "plan_graph",
+    "trace",
+]
+
+OK, USAGE, REFUSED, DIFFERENT, INTERRUPTED = 0, 2, 3, 4, 130
+ERRORS = ("loss_rel_err", "grad_rel_err", "param_rel_err")
+UNKNOWN: dict[str, Any] = dict.fromkeys(("status", "plan", *ERRORS, "worst", "reason"))
+load_plan = Plan.load
+
+
+def plan(
+    model: Any,
+    cluster: Cluster,
+    batch: Any,
+    *,
+    global_batch: int,
+    loss: Callable[[Any], Any] | None = None,
+    pin: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Decide how to train `model` on `cluster`; the same input gives the same plan.
+
+    `batch` is what the model is called with: a dict of keyword arguments, a tuple of positional
+    ones, or one tensor. `loss` makes the loss from the model's output, if that is not the loss
+    already. `pin` fixes decisions: {"tensor": 2, "schedule": "gpipe"}.
+    """
+    args, kwargs = _arguments(batch)
+    graph = trace(model, args, kwargs, loss=loss)
+    return plan_graph(graph, cluster, global_batch=global_batch, pin=pin)
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+
+
+def check(
+    loaded: Loaded,
+    devices: int,
+    *,
+    pin: Mapping[str, Any] | None = None,
+    steps: int = 2,
+) -> list[dict[str, Any]]:
+    """Compare the program of a plan with the plain model, all ranks in this process, in float64.
+
+    Without a mesh degree in `pin`, one result for every (pipeline, data, tensor) whose product is
+    `devices`. A result has status ("ok", "mismatch" or "refused"), plan, loss_rel_err,
+    grad_rel_err, param_rel_err, worst and reason.
+    """
+    graph = _trace(loaded)
+    pin = dict(pin or {})
+    meshes = [{}] if pin.keys() & {"pipeline", "data", "tensor"} else list(_meshes(devices))
+    return [_check_one(loaded, graph, devices, pin | mesh, steps) for mesh in meshes]
+
+
+def _meshes(devices: int) -> Iterator[dict[str, int]]:
+    for pipeline in range(1, devices + 1):
+        for data in range(1, devices // pipeline + 1):
+            if devices % (pipeline * data) == 0:
+                tensor = devices // (pipeline * data)
+                yield {"pipeline": pipeline, "data": data, "tensor": tensor}
+
+
+def _check_one(
+    loaded: Loaded, graph: Graph, devices: int, pin: dict[str, Any], steps: int
+) -> dict[str, Any]:
+    cluster, rows = Cluster.local(devices), _rows(loaded, graph)
+    try:
+        chosen = plan_graph(graph, cluster, global_batch=rows, pin=pin)
+        program = emit(graph, chosen)
+    except ShardwrightError as error:
+        asked = " ".join(f"{key}={value}" for key, value in pin.items())
+        return UNKNOWN | {"status": "refused", "plan": asked, "reason": _paragraph(error)}
+    found = compare(program, loaded, steps=steps)
+    return UNKNOWN | {"status": found.status, "plan": str(chosen.mesh), **found.to_json()}
+
+
+def _trace(loaded: Loaded) -> Graph:
+    return trace(loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, name=loaded.name)
+
+
+def _rows(loaded: Loaded, graph: Graph) -> int:
+    """The rows of the batch that the model came with."""
+    leaves = [tensor for _, tensor in tensor_leaves((loaded.args, loaded.kwargs))]
+    for item in graph.inputs:
+        if item.batch_dim is not None:
+            return leaves[item.index].shape[item.batch_dim]
+    raise Refused(f"{loaded.name} has no input with a batch dimension: there is nothing to split")
+
+
+# The command line
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. Errors that a user can cause are one paragraph on stderr."""
+    options = _parser().parse_args(argv)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _report(options, f"{error.filename}: {error.strerror}", USAGE)
+    except Exception as error:
+        code = getattr(error, "exit_code", None)
+        if not isinstance(code, int):
+            raise
+        return _report(options, _paragraph(error), code)
+
+
+def _paragraph(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _report(options: argparse.Namespace, reason: str, code: int) -> int:
+    if options.json:
+        known = UNKNOWN if options.run is _check_command else {}
+        status = "usage" if code == USAGE else "refused"
+        print(json.dumps({**known, "status": status, "reason": reason}))
+    print(f"shardwright: {reason}", file=sys.stderr)
+    return code
+
+
+def _plan_command(options: argparse.Namespace) -> int:
+    _, _, chosen = _decide(options)
+    if options.out:
+        chosen.save(options.out)
+    print(json.dumps(chosen.to_json(), indent=1) if options.json else chosen)
+    return OK
+
+
+def _emit_command(options: argparse.Namespace) -> int:
+    if not options.out:
+        raise UsageError("say where to write the program with --out FOLDER")
+    _, graph, chosen = _decide(options)
+    program = emit(graph, chosen)
+    program.write(options.out, force=options.force)
+    if options.json:
+        files = sorted(program.files)
+        print(json.dumps({"status": "ok", "plan": chosen.hash, "out": options.out, "files": files}))
+    else:
+        print(f"wrote {', '.join(sorted(program.files))}. Start it with {options.out}/launch.sh")
+    return OK
+
+
+def _run_command(options: argparse.Namespace) -> int:
+    argv = [f"--steps={options.steps or 20}", f"--lr={options.lr}"]
+    argv += ["--json"] if options.json else []
+    if Path(options.model).is_dir():
+        launch(options.model, argv=argv)
+        return OK
+    loaded, graph, chosen = _decide(options)
+    with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
+        emit(graph, chosen).write(folder, force=True)
+        launch(folder, argv=[*argv, f"--model={options.model}"])
+    return OK
+
+
+def _check_command(options: argparse.Namespace) -> int:
+    loaded = load_model(options.model, seq=options.seq, batch=options.batch, device="cpu")
+    results = check(loaded, options.devices, pin=_pins(options), steps=options.steps or 2)
+    worst = max(results, key=_badness)
+    if options.json:
+        print(json.dumps({**worst, "combinations": results} if len(results) > 1 else worst))
+    else:
+        Console().print(_check_table(loaded, results))
+    return {"ok": OK, "mismatch": DIFFERENT, "refused": REFUSED}[worst["status"]]
+
+
+def _badness(result: Mapping[str, Any]) -> tuple[int, float]:
+    """A mismatch is worse than a match, a match says more than a refusal; then by size."""
+    errors = [result[key] or 0.0 for key in ERRORS]
+    return ["refused", "ok", "mismatch"].index(result["status"]), max(errors)
+
+
+def _check_table(loaded: Loaded, results: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title=f"{loaded.name}: relative difference from the plain model, in float64")
+    table.add_column("plan", no_wrap=True)
+    for heading in ("status", "loss", "gradients", "parameters", "worst or reason"):
+        table.add_column(heading)
+    for result in results:
+        shown = ["" if result[key] is None else f"{result[key]:.1e}" for key in ERRORS]
+        why = result["reason"] or result["worst"] or ""
+        table.add_row(result["plan"], result["status"], *shown, why)
+    return table
+
+
+def _decide(options: argparse.Namespace) -> tuple[Loaded, Graph, Plan]:
+    """The model, its graph, and the plan: read from --plan, or made from the other flags."""
+    saved = Plan.load(options.plan) if getattr(options, "plan", None) else None
+    if saved is None and not options.cluster:
+        raise UsageError("say for which hardware with --cluster, such as 4x8xH100-SXM or local:4")
+    cluster, pin = Cluster.parse(options.cluster or "local:1"), _pins(options)  # quick to refuse
+    loaded = load_model(options.model, seq=options.seq, batch=options.batch)
+    graph = _trace(loaded)
+    if saved is not None:
+        return loaded, graph, saved
+    rows = options.global_batch or _rows(loaded, graph)
+    return loaded, graph, plan_graph(graph, cluster, global_batch=rows, pin=pin)
+
+
+def _pins(options: argparse.Namespace) -> dict[str, Any]:
+    """--pin and --micro-batches as the decisions that they fix."""
+    pin: dict[str, Any] = {}
+    for part in (options.pin or "").split(","):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if equals and key and value:
+            pin[key] = int(value) if value.isdigit() else value
+        elif part.strip():
+            raise UsageError(f"--pin {options.pin!r}: {part!r} is not KEY=VALUE, such as tensor=2")
+    if options.micro_batches:
+        pin["micro_batches"] = options.micro_batches
+    return pin
+
+
+def _count(text: str) -> int:
+    """An argument that is a whole number from 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+MODEL = (
+    "FILE.py:build (a function that returns model, args, kwargs; optional loss(output) beside it), "
+    "hf:PATH/config.json, or hf:NAME such as hf:llama-3-8b"
+)
+CLUSTER = "the hardware: 4x8xH100-SXM (nodes x devices x kind), local:4, or a cluster.yaml"
+PIN = (
+    "fix decisions, comma-separated: pipeline=2, data=2, tensor=2, schedule=gpipe or 1f1b, "
+    "recompute=none or full; what is not fixed is chosen"
+)
+FLAGS: dict[str, dict[str, Any]] = {
+    "--seq": {"type": _count, "metavar": "N", "help": "tokens per row (hf: models)"},
+    "--batch": {"type": _count, "metavar": "N", "help": "rows of the example batch (hf: models)"},
+    "--cluster": {"metavar": "SPEC", "help": CLUSTER},
+    "--global-batch": {"type": _count, "metavar": "N", "help": "rows of a step, over all devices"},
+    "--micro-batches": {"type": _count, "metavar": "M", "help": "fix the pieces of a step"},
+    "--pin": {"metavar": "KEY=VALUE,...", "help": PIN},
+    "--plan": {"metavar": "FILE", "help": "a plan written by `plan --out`, instead of planning"},
+    "--out": {"metavar": "PATH", "help": "where to write"},
+    "--force": {"action": "store_true", "help": "overwrite a program that is already there"},
+    "--steps": {"type": _count, "metavar": "N", "help": "training steps (run: 20, check: 2)"},
+    "--lr": {"type": float, "default": 1e-3, "help": "AdamW's rate (default %(default)s)"},
+    "--devices": {"type": _count, "metavar": "N", "required": True, "help": "how many ranks"},
+    "--json": {"action": "store_true", "help": "print JSON on stdout"},
+}
+DECISIONS = ("--seq", "--batch", "--cluster", "--global-batch", "--micro-batches", "--pin")
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], tuple[str, ...], str]] = {
+    "plan": (
+        _plan_command,
+        (*DECISIONS, "--out"),
+        "Decide how to train a model on a cluster, and print the decisions with what they cost. "
+        "Needs neither the cluster nor the model's weights. --out saves the plan for `emit`.",
+    ),
+    "emit": (
+        _emit_command,
+        (*DECISIONS, "--plan", "--out", "--force"),
+        "Write the training program of a plan as a folder of readable Python that starts with "
+        "launch.sh. The plan comes from --plan, or is made from the flags of `plan`.",
+    ),
+    "run": (
+        _run_command,
+        (*DECISIONS, "--plan", "--steps", "--lr"),
+        "Train over processes on this machine, started and watched here. MODEL may be the folder "
+        "of an emitted program. If a rank dies, the others are stopped and its error is shown.",
+    ),
+    "check": (
+        _check_command,
+        ("--seq", "--batch", "--devices", "--micro-batches", "--pin", "--steps"),
+        "Compare a plan's program with the plain model: loss, every gradient, parameters after "
+        "the steps, buffers, replicas. All ranks run in this process, in float64. Without mesh "
+        "degrees in --pin, every split of the devices is tried. Exit code 4: numbers differ.",
+    ),
+}
+EPILOG = """examples:
+  shardwright plan hf:llama-3-8b --cluster 4x8xH100-SXM --seq 8192 --global-batch 512
+  shardwright run examples/gpt2_bytes.py:build --cluster local:4 --steps 20
+  shardwright check examples/tiny_llama.py:build --devices 4
+
+exit codes: 0 fine, 2 the request makes no sense as written, 3 refused with a reason (no plan
+fits, the model can't be captured), 4 numbers differ"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardwright",
+        description="Plan, emit, run and check parallel training programs for PyTorch models.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (run, flags, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text.partition(". ")[0], description=text)
+        command.add_argument("model", metavar="MODEL", help=MODEL)
+        for flag in (*flags, "--json"):
+            command.add_argument(flag, **FLAGS[flag])
+        command.set_defaults(run=run)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

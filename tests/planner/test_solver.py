@@ -1,0 +1,101 @@
+"""The wrapper of the integer solver: values, bounds, statuses, and its own errors."""
+
+from itertools import product
+from math import inf
+
+import numpy as np
+import pytest
+from ortools.math_opt.python import mathopt
+
+from planner import solver
+from planner.solver import Infeasible, Model, SolverFailed
+
+
+def knapsack(values: list[float], sizes: list[float], room: float) -> Model:
+    model = Model()
+    taken = [model.binary(f"take{i}") for i in range(len(values))]
+    model.constrain(zip(sizes, taken, strict=True), upper=room)
+    model.minimise([(-value, variable) for value, variable in zip(values, taken, strict=True)])
+    return model
+
+
+def test_a_knapsack_is_filled_as_by_enumeration() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        values, sizes = rng.uniform(1, 10, (2, 8)).tolist()
+        best = max(
+            float(np.dot(values, pick))
+            for pick in product((0, 1), repeat=8)
+            if np.dot(sizes, pick) <= 20
+        )
+        solution = knapsack(values, sizes, 20).solve(gap=0.0)
+        assert solution.objective == pytest.approx(-best)
+        assert solution.bound <= solution.objective
+        assert solution.status == "optimal"
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+def test_the_size_of_costs_and_rows_does_not_matter(scale: float) -> None:
+    values, sizes = [3.0, 4.0, 5.0], [2.0, 3.0, 4.0]
+    model = knapsack([v * scale for v in values], [s / scale for s in sizes], 5 / scale)
+    assert model.solve(gap=0.0).objective == pytest.approx(-7 * scale)
+
+
+def test_repeated_terms_add_up_and_the_offset_counts() -> None:
+    model = Model()
+    x = model.variable(0, 10)
+    model.constrain([(1.0, x), (1.0, x)], lower=6)
+    model.minimise([(1.0, x), (1.0, x)], offset=5)
+    solution = model.solve()
+    assert (solution[x], solution.objective) == (pytest.approx(3), pytest.approx(11))
+
+
+def test_no_solution_is_an_error_of_its_own() -> None:
+    model = Model()
+    model.constrain([(1.0, model.binary())], lower=2)
+    with pytest.raises(Infeasible):
+        model.solve()
+
+
+def test_no_time_is_an_error_that_says_so() -> None:
+    rng = np.random.default_rng(0)
+    model = Model()
+    picks = [[model.binary() for _ in range(40)] for _ in range(60)]
+    for row in picks:
+        model.constrain([(1.0, v) for v in row], 1, 1)
+    weights = rng.integers(1, 10**6, (60, 40)).tolist()
+    terms = [
+        (w, v) for ws, vs in zip(weights, picks, strict=True) for w, v in zip(ws, vs, strict=True)
+    ]
+    model.constrain(terms, 30_000_001, 30_000_001)
+    with pytest.raises(SolverFailed, match=r"found no solution within 1e-06 s \(2400 variables"):
+        model.solve(time_limit_s=1e-6)
+
+
+def test_the_same_model_gives_the_same_values() -> None:
+    values, sizes = np.random.default_rng(1).uniform(1, 2, (2, 40)).tolist()
+    first, second = (knapsack(values, sizes, 20).solve().values for _ in range(2))
+    assert first == second
+
+
+def test_a_start_is_accepted() -> None:
+    model = knapsack([3.0, 4.0, 5.0], [2.0, 3.0, 4.0], 5)
+    solution = model.solve(gap=0.0)
+    start = dict(zip(map(solver.Variable, range(3)), solution.values, strict=True))
+    assert model.solve(gap=0.0, start=start).values == solution.values
+
+
+def test_errors_of_the_library_surface_in_its_own_words() -> None:
+    model = mathopt.Model()
+    model.add_variable(lb=2, ub=1)
+    with pytest.raises(RuntimeError) as error:
+        solver._run(model, mathopt.SolverType.PDLP, -1.0, 1.0, [])
+    assert "canonical_code" not in str(error.value)
+
+
+def test_a_model_prints_its_rows() -> None:
+    model = Model()
+    x, y = model.binary("x"), model.variable(0, inf)
+    model.constrain([(2.0, x), (1.0, y)], lower=1)
+    model.minimise([(3.0, y)])
+    assert str(model) == "minimise 3 x1 + 0\n1 <= 2 x + 1 x1 <= inf"

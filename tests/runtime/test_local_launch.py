@@ -1,0 +1,108 @@
+"""Starting local processes: the first failure is the one that is told, and nothing is left over."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import RankFailed, UsageError
+from runtime.launch import launch, run_ranks
+
+ROOT = Path(__file__).parents[2]
+SLEEPER = """
+import os, sys, time
+open(os.path.join(sys.argv[1], os.environ["RANK"]), "w").write(str(os.getpid()))
+{body}
+time.sleep(60)
+"""
+
+
+def sleeper(folder, body):
+    """A command whose ranks note their process id, run `body` and sleep."""
+    return [sys.executable, "-c", SLEEPER.format(body=body), str(folder)]
+
+
+def wait_for_ranks(folder, count):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        ids = [path.read_text() for path in folder.iterdir()]
+        if len(ids) == count and all(ids):
+            return [int(text) for text in ids]
+        time.sleep(0.02)
+    raise AssertionError("the ranks did not start")
+
+
+def is_running(process_id):
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_each_rank_gets_its_place(tmp_path, capfd):
+    (tmp_path / "train.py").write_text(
+        "import os, sys, runtime.errors\n"
+        "names = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME', 'X']\n"
+        "line = ' '.join(os.environ[n] for n in names) + ' ' + ' '.join(sys.argv[1:])\n"
+        "open(sys.argv[1] + os.environ['RANK'], 'w').write(line)\n"
+        "print('hello from', os.environ['RANK'])\n"
+    )
+    launch(tmp_path, 2, [str(tmp_path / "out"), "--lr"], {"X": "y"})
+    assert (tmp_path / "out1").read_text() == f"1 1 2 127.0.0.1 lo y {tmp_path}/out --lr"
+    assert capfd.readouterr().out == "hello from 0\n"
+
+
+def test_the_first_rank_to_die_is_told_and_the_others_are_killed(tmp_path):
+    body = (
+        "while len(os.listdir(sys.argv[1])) < 3: time.sleep(0.01)\n"
+        "if os.environ['RANK'] == '2': sys.exit('the disk is full')"
+    )
+    began_s = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 2 ended with exit code 1.*\n.*disk is full") as e:
+        run_ranks(sleeper(tmp_path, body), 3)
+    assert (e.value.rank, e.value.exit_code) == (2, 1)
+    assert time.monotonic() - began_s < 20
+    assert not any(is_running(process_id) for process_id in wait_for_ranks(tmp_path, 3))
+
+
+def test_a_rank_that_ignores_the_request_is_killed(tmp_path):
+    body = (
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "while len(os.listdir(sys.argv[1])) < 2: time.sleep(0.01)\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    with pytest.raises(RankFailed, match="rank 1 was killed by signal 9"):
+        run_ranks(sleeper(tmp_path, body), 2)
+    assert not any(is_running(process_id) for process_id in wait_for_ranks(tmp_path, 2))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing_behind(tmp_path, number):
+    code = f"from runtime.launch import run_ranks; run_ranks({sleeper(tmp_path, '')!r}, 2)"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    ids = wait_for_ranks(tmp_path, 2)
+    parent.send_signal(number)
+    assert parent.wait(20) != 0
+    assert not any(is_running(process_id) for process_id in ids)
+
+
+def test_a_users_error_keeps_its_exit_code(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "from runtime.errors import UsageError, run_main\n"
+        "def main(): raise UsageError('the batch is too small.')\n"
+        "run_main(main)\n"
+    )
+    with pytest.raises(RankFailed, match="error: the batch is too small") as e:
+        launch(tmp_path, 1)
+    assert e.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("nproc", "message"), [(2, "no train.py"), (0, "no train.py")])
+def test_a_folder_without_a_program_is_refused(tmp_path, nproc, message):
+    with pytest.raises(UsageError, match=message):
+        launch(tmp_path, nproc)

@@ -1,0 +1,195 @@
+"""The command line: what it prints, what it returns, and what a mistyped request gets."""
+
+import json
+
+import pytest
+
+import shardwright
+
+TINY = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+def build():
+    torch.manual_seed(0)
+    return Net(), (torch.randn(12, 8),), {}
+
+def loss(output):
+    return (output * output).mean()
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "tiny.py"
+    path.write_text(TINY)
+    return f"{path}:build"
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs a command line in this process: (exit code, stdout, stderr)."""
+
+    def run(*words):
+        try:
+            code = shardwright.main([str(word) for word in words])
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_help_teaches(command):
+    code, out, _ = command("--help")
+    assert code == 0
+    for word in ("plan", "emit", "run", "check", "hf:llama-3-8b", "exit codes"):
+        assert word in out
+    assert "FILE.py:build" in command("plan", "--help")[1]
+
+
+def test_plan_prints_saves_and_reads_back(command, model, tmp_path):
+    file = tmp_path / "plan.json"
+    asked = ("plan", model, "--cluster", "local:4", "--pin", "data=2,tensor=2", "--out", file)
+    code, out, _ = command(*asked)
+    assert code == 0
+    saved = shardwright.load_plan(file)
+    assert (saved.mesh.data, saved.mesh.tensor) == (2, 2)
+    assert out.strip() == str(saved).strip()
+
+
+def test_plan_as_json_is_the_plan_file(command, model, tmp_path):
+    file = tmp_path / "plan.json"
+    code, out, _ = command("plan", model, "--cluster", "local:2", "--out", file, "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads(file.read_text())
+
+
+def test_emit_writes_once_unless_forced(command, model, tmp_path):
+    out = tmp_path / "program"
+    asked = ("emit", model, "--cluster", "local:2", "--out", out, "--json")
+    code, text, _ = command(*asked)
+    assert code == 0
+    assert {"program.py", "plan.json", "layout.json", "train.py"} <= set(json.loads(text)["files"])
+    before = (out / "program.py").read_text()
+    (out / "program.py").write_text("mine")
+    assert command(*asked)[0] in (2, 3)
+    assert (out / "program.py").read_text() == "mine"
+    assert command(*asked, "--force")[0] == 0
+    assert (out / "program.py").read_text() == before
+
+
+def test_emit_takes_a_saved_plan(command, model, tmp_path):
+    file, out = tmp_path / "plan.json", tmp_path / "program"
+    assert command("plan", model, "--cluster", "local:2", "--out", file)[0] == 0
+    assert command("emit", model, "--plan", file, "--out", out)[0] == 0
+    assert json.loads((out / "plan.json").read_text()) == json.loads(file.read_text())
+
+
+def test_check_tries_every_split(command, model):
+    code, out, _ = command("check", model, "--devices", 4, "--json")
+    result = json.loads(out)
+    assert code == 0 and result["status"] == "ok"
+    assert max(result[key] for key in shardwright.ERRORS) <= 1e-9
+    assert len(result["combinations"]) == 6
+    assert sum(one["status"] == "ok" for one in result["combinations"]) >= 2
+
+
+def test_check_of_one_split(command, model):
+    code, out, _ = command("check", model, "--devices", 2, "--pin", "tensor=2", "--json")
+    assert code == 0
+    assert set(json.loads(out)) == set(shardwright.UNKNOWN)
+
+
+def test_numbers_that_differ_exit_with_4(command, model, monkeypatch):
+    results = [{"status": status, "plan": ""} for status in ("ok", "mismatch", "refused")]
+    found = [shardwright.UNKNOWN | result for result in results]
+    monkeypatch.setattr(shardwright, "check", lambda *_, **__: found)
+    code, out, _ = command("check", model, "--devices", 2, "--json")
+    assert code == 4
+    assert json.loads(out)["status"] == "mismatch"
+    assert command("check", model, "--devices", 2)[0] == 4
+
+
+def test_all_refused_exits_with_3(command, model, monkeypatch):
+    refused = shardwright.UNKNOWN | {"status": "refused", "plan": "", "reason": "too small"}
+    monkeypatch.setattr(shardwright, "check", lambda *_, **__: [refused])
+    code, out, _ = command("check", model, "--devices", 2)
+    assert code == 3
+    assert "too small" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (["plan", "nowhere.py:build", "--cluster", "local:2"], 2, "no such file"),
+        (["plan", "hf:lama-3-8b", "--cluster", "local:2"], 2, "Did you mean llama-3-8b"),
+        (["plan", "MODEL"], 2, "--cluster"),
+        (["plan", "MODEL", "--cluster", "0xH100"], 2, "0xH100"),
+        (["plan", "MODEL", "--cluster", "8xH1000"], 2, "H100-SXM"),
+        (["plan", "MODEL", "--cluster", "local:2", "--pin", "tensor"], 2, "KEY=VALUE"),
+        (["plan", "MODEL", "--cluster", "local:2", "--pin", "tenser=2"], 2, "tenser"),
+        (["plan", "MODEL", "--cluster", "local:2", "--global-batch", "0"], 2, "whole number"),
+        (["plan", "MODEL", "--cluster", "local:2", "--out", "/nowhere/plan.json"], 2, "nowhere"),
+        (["emit", "MODEL", "--cluster", "local:2"], 2, "--out"),
+        (["emit", "MODEL", "--plan", "/nowhere/plan.json", "--out", "x"], 2, "nowhere"),
+        (["check", "MODEL"], 2, "--devices"),
+    ],
+)
+def test_a_wrong_request_is_one_paragraph(command, model, words, code, reason):
+    got, _, err = command(*(model if word == "MODEL" else word for word in words))
+    assert got == code
+    assert reason in err
+    assert "Traceback" not in err
+
+
+def test_an_error_under_json_is_json(command):
+    code, out, err = command("plan", "nowhere.py:build", "--cluster", "local:2", "--json")
+    assert code == 2
+    assert json.loads(out) == {"status": "usage", "reason": err.strip().partition(": ")[2]}
+    _, out, _ = command("check", "nowhere.py:build", "--devices", "2", "--json")
+    assert set(json.loads(out)) == set(shardwright.UNKNOWN)
+
+
+def test_a_model_that_can_t_be_captured_exits_with_3(command, tmp_path):
+    path = tmp_path / "branch.py"
+    path.write_text(TINY.replace("return self.down", "return x if x.sum() > 0 else self.down"))
+    code, _, err = command("plan", f"{path}:build", "--cluster", "local:2")
+    assert code == 3
+    assert "branch.py:11" in err
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "shardwright-plan/999"}'])
+def test_a_broken_plan_file_is_one_paragraph(command, model, tmp_path, text):
+    file, out = tmp_path / "plan.json", tmp_path / "program"
+    file.write_text(text)
+    code, _, err = command("emit", model, "--plan", file, "--out", out)
+    assert code in (2, 3)
+    assert "plan.json" in err and "Traceback" not in err
+    assert not out.exists()
+
+
+def test_a_plan_for_another_model_is_refused(command, model, tmp_path):
+    file, out = tmp_path / "plan.json", tmp_path / "program"
+    assert command("plan", model, "--cluster", "local:2", "--out", file)[0] == 0
+    other = tmp_path / "other.py"
+    other.write_text(TINY.replace("8, 16", "8, 32").replace("16, 8", "32, 8"))
+    code, _, err = command("emit", f"{other}:build", "--plan", file, "--out", out)
+    assert code in (2, 3) and err
+    assert not out.exists()
+
+
+def test_ctrl_c_exits_with_130(command, model, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shardwright, "load_model", interrupted)
+    assert command("plan", model, "--cluster", "local:2")[0] == 130

@@ -5,10 +5,13 @@ for. This is the only module that imports all four rooms.
 """
 
 import argparse
+import io
 import json
+import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +119,8 @@ def _check_one(
 
 
 def _trace(loaded: Loaded) -> Graph:
-    return trace(loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, name=loaded.name)
+    with redirect_stderr(io.StringIO()):  # torch.export prints the half-made graph of a refused one
+        return trace(loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, name=loaded.name)
 
 
 def _rows(loaded: Loaded, graph: Graph) -> int:
@@ -134,6 +138,7 @@ def _rows(loaded: Loaded, graph: Graph) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Errors that a user can cause are one paragraph on stderr."""
     options = _parser().parse_args(argv)
+    logging.getLogger("torch").setLevel(logging.CRITICAL)  # a refusal says what torch would log
     try:
         return options.run(options)
     except KeyboardInterrupt:

@@ -27,7 +27,7 @@ OUT = HERE.parent / "build" / "demo"
 STEPS, RATE, CLIP_NORM = 100, 1e-3, 1.0
 TOLERANCE = 1e-4  # relative, at every step: float32 sums in another order, over 100 steps
 PINNED = {"tensor": 2, "pipeline": 2}
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 110)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Training:
 
 
 def main() -> int:
+    torch.set_num_threads(1)  # as each of the 4 processes has one
     loaded = sw.load_model(MODEL, device="cpu")
     chosen = train_distributed("the planner's choice", loaded, {})
     pinned = train_distributed("tensor=2 x pipeline=2", loaded, PINNED)
@@ -81,17 +82,25 @@ def train_alone(loaded: Loaded) -> Training:
         losses.append(loss.item())
         tokens += kwargs["input_ids"].numel()
         speed = tokens / (time.perf_counter() - start_s)
-        print(f"\rstep {len(losses)}/{STEPS}  loss {losses[-1]:.4f}  {speed:,.0f} tokens/s", end="")
-    print()
+        show_progress(len(losses), losses[-1], speed)
     return Training("1 process", tuple(losses), speed)
+
+
+def show_progress(step: int, loss: float, tokens_per_s: float) -> None:
+    """One line that is written over; where that can't be, a line every tenth step."""
+    line = f"step {step:3}/{STEPS}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s"
+    if sys.stdout.isatty():
+        print(f"\r{line}", end="\n" if step == STEPS else "", flush=True)
+    elif step % 10 == 0:
+        print(line, flush=True)
 
 
 def comparison(alone: Training, others: tuple[Training, ...]) -> Table:
     """Losses at a few steps, largest difference over all steps, speed."""
     shown = [0, 24, 49, 74, STEPS - 1]
-    table = Table(title="Loss on the source of Python's standard library (nats per byte)")
+    table = Table(title="Loss in nats per byte; largest relative difference over all steps")
     table.add_column("run")
-    for heading in (*(f"step {i + 1}" for i in shown), "largest rel. diff.", "tokens/s"):
+    for heading in (*(f"step {i + 1}" for i in shown), "largest difference", "tokens/s"):
         table.add_column(heading, justify="right")
     for run in (alone, *others):
         difference = "" if run is alone else f"{largest_difference(run, alone):.1e}"

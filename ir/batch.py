@@ -16,6 +16,7 @@ from ir.errors import Refused
 from ir.factors import Factors, infer
 from ir.graph import BATCH, Block, Graph, Node, references
 from ir.layout import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
+from ir.reshard import possible
 from ir.strategies import Strategy, strategies
 
 NOMINAL_BATCH = 64
@@ -86,16 +87,14 @@ def _cost(option: Strategy, names: list[str], place: dict[str, Placement], block
         have = place[name]
         if have == want or have == REPLICATE:
             continue
-        if want == PARTIAL:
+        if not possible(have, want):
             return (float("inf"), 0)
         factor = 2 if have == PARTIAL and want == REPLICATE else 1
         moved += factor * block.types[name].bytes(NOMINAL_BATCH) + 1
-    partial = any(p == PARTIAL for p in option.operands)
-    return (moved, 0 if option.leaf is not None else 1 if partial and _has(names, place) else 2)
-
-
-def _has(names: list[str], place: dict[str, Placement]) -> bool:
-    return any(place[name] == PARTIAL for name in names)
+    passes = any(
+        want == PARTIAL == place[name] for name, want in zip(names, option.operands, strict=True)
+    )
+    return (moved, 0 if option.leaf is not None else 1 if passes else 2)
 
 
 Placements: TypeAlias = "tuple[Placement, ...]"

@@ -34,6 +34,12 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 
+SHORT_DTYPES = {
+    "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64",
+    "int32": "i32", "complex64": "c64", "complex128": "c128",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class TensorType:
     """Shape (sizes may contain `BATCH`) and dtype name of a tensor."""
@@ -158,7 +164,8 @@ class Block:
             if i == self.n_forward:
                 lines.append(f"  return {', '.join(self.outputs)}")
                 lines.append(f"  backward({', '.join(t for _, t in self.tangents)})")
-            lines.append(f"    {node}  # {self.types[node.outputs[0]]}")
+            kinds = ", ".join(str(self.types[n]) for n in node.outputs if n in self.types)
+            lines.append(f"    {node}  # {kinds}")
         pairs = ", ".join(f"d({name}) = {gradient}" for name, gradient in self.gradients)
         return "\n".join([*lines, f"  gradients {pairs}"])
 

@@ -13,7 +13,7 @@ from typing import Any
 from ir.batch import Spread, dual, early_values
 from ir.errors import Refused
 from ir.graph import Block, Node, Ref, TensorType, evaluate, references
-from ir.layout import DATA, REPLICATE, TENSOR, Layout, Placement, Shard
+from ir.layout import DATA, REPLICATE, TENSOR, Layout, Partial, Placement, Shard
 from ir.reshard import step
 from ir.strategies import Strategy
 
@@ -63,6 +63,7 @@ class Lowered:
     early_types: dict[str, TensorType]
     layouts: dict[str, Layout]
     chosen: dict[str, Strategy] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -116,11 +117,10 @@ class _Region:
         if (name, want) in self.converted:
             return self.converted[name, want]
         current, layout = name, have
-        for axis in (DATA, TENSOR):
-            target = (
-                Layout(want.data, layout.tensor) if axis == DATA
-                else Layout(layout.data, want.tensor)
-            )  # fmt: skip
+        targets = [(DATA, Layout(want.data, have.tensor)), (TENSOR, want)]
+        if isinstance(have.data, Shard) and isinstance(want.data, Partial):
+            targets.insert(0, (DATA, Layout(REPLICATE, have.tensor)))
+        for axis, target in targets:
             current = self._one_axis(name, current, layout, target, axis)
             layout = target
         self.converted[name, want] = current
@@ -135,7 +135,6 @@ class _Region:
         if (name, want) in self.converted:
             return self.converted[name, want]
         if degree == 1:
-            self.owner.layouts[name] = have
             self.converted[name, want] = name
             return name
         if axis == DATA and kind not in ("shard", "first") and self.rows != self.owner.degrees.data:
@@ -239,7 +238,7 @@ class _Lowering:
                                            *(n for _, n in gradients)]),
             tuple(main.nodes[n_forward:]), early, tuple(outputs), tuple(gradients),
             main.types, prologue.types if prologue else {}, dict(self.layouts),
-            self._chosen(),
+            self._chosen(), dict(self.origin),
         )  # fmt: skip
 
     def _chosen(self) -> dict[str, Strategy]:
@@ -266,10 +265,20 @@ class _Lowering:
             layouts = self.layouts_of(node)[0]
             want = layouts[names.index(name)]
             result = region.convert(name, want)
+            if result in self.block.types:
+                result = self._renamed(region, result, want)
             main.types[result] = region.types[result]
             main.converted[name, want] = result
             early.append(result)
         return region, tuple(dict.fromkeys(early))
+
+
+    def _renamed(self, region: _Region, name: str, layout: Layout) -> str:
+        """A name of its own for a result of the prologue that forward makes from fewer rows."""
+        out = self.fresh(f"{name}_all", name)
+        region.nodes.append(Node("view", (Ref(name),), (), (out,)))
+        region.define(out, layout)
+        return out
 
 
 def _live(nodes: list[Node], roots: list[str]) -> tuple[Node, ...]:

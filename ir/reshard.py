@@ -37,4 +37,9 @@ def step(have: Placement, want: Placement) -> str | None:
 
 
 def possible(have: Placement, want: Placement) -> bool:
-    return not (isinstance(have, Shard) and isinstance(want, Partial))
+    """Whether `step` has an operation: cut to partial has none, nor has a cut of the same dim
+    with another `outer` (its pieces interleave)."""
+    if isinstance(have, Shard):
+        same_dim = isinstance(want, Shard) and want.dim == have.dim
+        return have == want or not (same_dim or isinstance(want, Partial))
+    return True

@@ -1,8 +1,7 @@
 """What must agree between blocks: the layouts of the values that cross their boundaries.
 
-Input: a graph and its batch flow. Output: `Variants` (a block with given batch placements and how
-often it occurs) and port classes: boundary values that hold the same tensor, or the same input of
-a repeated block, share one layout on the tensor axis.
+Input: a graph and its variants. Output: port classes: boundary values that hold the same tensor,
+or are the same input of a repeated block, share one layout on the tensor axis.
 """
 
 from __future__ import annotations
@@ -10,42 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ir.batch import Flow, Placements, Spread, factors_of, spread
 from ir.factors import Factors
-from ir.graph import Block, Graph
+from ir.graph import Graph
 from ir.layout import REPLICATE, Placement
+from ir.variants import Variant
 
 Port: TypeAlias = "tuple[int, str, str]"
 """(variant, "value" or "gradient", name of the value inside the block)."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A block under given batch placements; `calls` are its places in the graph."""
-
-    block: Block
-    block_index: int
-    placements: Placements
-    calls: tuple[int, ...]
-
-    @property
-    def spread(self) -> Spread:
-        return spread(self.block, self.placements)
-
-    @property
-    def factors(self) -> Factors:
-        return factors_of(self.block)
-
-
-def variants(graph: Graph, flow: Flow) -> tuple[Variant, ...]:
-    """The distinct (block, batch placements) pairs, in order of first call."""
-    found: dict[tuple[int, Placements], list[int]] = {}
-    for index, call in enumerate(graph.calls):
-        found.setdefault((call.block, flow.calls[index]), []).append(index)
-    return tuple(
-        Variant(graph.blocks[block], block, places, tuple(calls))
-        for (block, places), calls in found.items()
-    )
 
 
 @dataclass(frozen=True)
@@ -91,7 +61,7 @@ def connect(graph: Graph, kinds: tuple[Variant, ...]) -> Ports:
     numbers: dict[object, int] = {}
     of_value = {port: numbers.setdefault(root(port), len(numbers)) for port in ports}
     ends = [item.name for item in graph.inputs] + [graph.loss] + [v for _, v in graph.metrics]
-    ends += [state.update for state in graph.state if state.update]
+    ends += [n for state in graph.state if state.update for n in (state.update, state.name)]
     fixed = frozenset(
         numbers[root((kind, name))] for name in ends for kind in ("value", "gradient")
         if root((kind, name)) in numbers

@@ -17,17 +17,20 @@ they occur; what happens once per step counts 1 / micro-batches.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ir.graph import Graph, Node, references
+from ir.graph import Graph, Node, TensorType, references
 from ir.layout import REPLICATE, Layout, Placement, Shard
 from ir.lower import Degrees, Sharding, local_type
 from ir.ops import op_def
 from ir.ops.table import flops
 from ir.reshard import possible, step
 from ir.strategies import Strategy, strategies
+from ir.variants import Variant
 from planner.cost import CostModel
-from planner.ports import Port, Ports, Variant, connect, divides, options
+from planner.ports import Port, Ports, connect, divides, options
 from planner.solver import Model, Solution, Variable
 
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -141,7 +144,8 @@ class _Search:
         }
         work = flops(node, whole) / (self.degrees.tensor if option.divides else 1)
         row = op_def(node.op)
-        seconds = self.cost.compute_s(row.kind, work, moved, compute_dtype(variant, names))
+        dtype = compute_dtype(variant.block.types, names)
+        seconds = self.cost.compute_s(row.kind, work, moved, dtype)
         if option.communicates:
             rows = self._bytes(variant, results[0], Layout(batch.results[0]))
             seconds += 3 * self.cost.collective_s("all_reduce", rows, "tensor")
@@ -296,9 +300,9 @@ class _Search:
         return made if alone else port("value", value)
 
 
-def compute_dtype(variant: Variant, names: list[str]) -> str:
+def compute_dtype(types: Mapping[str, TensorType], names: list[str]) -> str:
     """The dtype that a node computes in: that of its first floating operand."""
     for name in names:
-        if variant.block.types[name].dtype in COMPUTE_DTYPES:
-            return variant.block.types[name].dtype
+        if types[name].dtype in COMPUTE_DTYPES:
+            return types[name].dtype
     return "float32"

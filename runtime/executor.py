@@ -147,7 +147,7 @@ class Executor:
             case ReceiveGradient(micro, value, peer):
                 transfer = self._sends[value, peer]
                 channel = self._channels[peer, self._mesh.pipeline.index]
-                gradient = channel.receive(transfer.shape, transfer.dtype)
+                gradient = channel.receive(transfer.gradient_shape, transfer.dtype)
                 before = live.received_gradients.get((micro, value))
                 total = gradient if before is None else before + gradient
                 live.received_gradients[micro, value] = total
@@ -167,7 +167,7 @@ class Executor:
         y, live.saved[micro] = self._stage.forward(context, self._weights, x)
         live.results.add(y)
         for transfer in self._here.sends:
-            live.outgoing[micro, transfer.value] = self._checked(transfer, y, "forward")
+            live.outgoing[micro, transfer.value] = self._checked(transfer, y, "forward", transfer.shape)
 
     def _backward(self, micro: int, live: _Live) -> None:
         dy = SimpleNamespace()
@@ -182,10 +182,11 @@ class Executor:
             if not transfer.gradient:
                 continue
             if getattr(dx, transfer.value, None) is None:  # nothing here depends on the value
-                zeros = torch.zeros(transfer.shape, dtype=transfer.dtype, device=self._device)
+                shape, dtype = transfer.gradient_shape, transfer.dtype
+                zeros = torch.zeros(shape, dtype=dtype, device=self._device)
                 live.outgoing_gradients[micro, transfer.value] = zeros
             else:
-                gradient = self._checked(transfer, dx, "backward")
+                gradient = self._checked(transfer, dx, "backward", transfer.gradient_shape)
                 live.outgoing_gradients[micro, transfer.value] = gradient
 
     def _slice(self, name: str, micro: int, live: _Live) -> torch.Tensor:
@@ -196,15 +197,17 @@ class Executor:
         rows = x.shape[dim] // self._layout.micro_batches
         return x.narrow(dim, micro * rows, rows)
 
-    def _checked(self, transfer: Transfer, made: SimpleNamespace, what: str) -> torch.Tensor:
+    def _checked(
+        self, transfer: Transfer, made: SimpleNamespace, what: str, shape: tuple[int, ...]
+    ) -> torch.Tensor:
         value = getattr(made, transfer.value, None)
         stage = self._mesh.pipeline.index
         if value is None:
             raise UsageError(f'the {what} of stage {stage} returned no "{transfer.value}".')
-        if tuple(value.shape) != transfer.shape or value.dtype != transfer.dtype:
+        if tuple(value.shape) != shape or value.dtype != transfer.dtype:
             raise UsageError(
                 f'the {what} of stage {stage} made "{transfer.value}" as {tuple(value.shape)} '
-                f"{value.dtype}; the layout says {transfer.shape} {transfer.dtype}. "
+                f"{value.dtype}; the layout says {shape} {transfer.dtype}. "
                 "program.py and layout.json don't belong together; emit the program again."
             )
         tensor: torch.Tensor = value

@@ -85,7 +85,8 @@ class Transfer:
     peer: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    gradient: bool  # whether a gradient of this shape and dtype comes back
+    gradient: bool  # whether a gradient of this dtype comes back
+    gradient_shape: tuple[int, ...]  # its local shape: it may be cut otherwise than the value
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,7 @@ def _check_references(layout: Layout) -> None:
 
 
 def _kind(transfer: Transfer) -> tuple[object, ...]:
-    return transfer.shape, transfer.dtype, transfer.gradient
+    return transfer.shape, transfer.dtype, transfer.gradient, transfer.gradient_shape
 
 
 def weight_indices(tree: Any) -> list[int]:
@@ -254,7 +255,8 @@ def _stage(t: "_Table") -> StageLayout:
 def _transfer(t: "_Table", peer: str) -> Transfer:
     shape = tuple(t.sequence("shape", int))
     gradient = t.value("gradient", bool)
-    return Transfer(t.text("value"), t.value(peer, int), shape, t.dtype("dtype"), gradient)
+    back = shape if t.get("gradient_shape") is None else tuple(t.sequence("gradient_shape", int))
+    return Transfer(t.text("value"), t.value(peer, int), shape, t.dtype("dtype"), gradient, back)
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,6 +165,7 @@ def test_a_model_that_can_t_be_captured_exits_with_3(command, tmp_path):
     code, _, err = command("plan", f"{path}:build", "--cluster", "local:2")
     assert code == 3
     assert "branch.py:11" in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "shardwright-plan/999"}'])

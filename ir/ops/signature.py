@@ -80,33 +80,28 @@ def _aligned(kind: TensorType, out: Dims, result: TensorType) -> Dims:
     )
 
 
-def along(dim_of: Callable[[Node], Any], *, keeps_dim: bool = True,
-          linear: tuple[frozenset[int], ...] = ()) -> SignatureRule:  # fmt: skip
+def along(
+    dim_of: Callable[[Node], Any], *, linear: tuple[frozenset[int], ...] = ()
+) -> SignatureRule:
     """The dims that `dim_of` names stay whole; the others pass through unchanged."""
 
     def rule(node: Node, operands: Any, results: Any) -> Signature:
-        rank = len(operands[0].shape)
+        rank = max(len(t.shape) for t in (*operands, *results))
         dims = dim_of(node)
         chosen = {d % rank for d in (dims if isinstance(dims, tuple) else (dims,))} if rank else set()
-        ins = []
-        for k, kind in enumerate(operands):
-            ins.append(
-                tuple(
-                    None if size == 1 else (f"w{k}.{d}" if d in chosen else f"d{d}")
-                    for d, size in enumerate(kind.shape)
-                )
-            )
-        outs = tuple(_along_result(t, chosen, rank, operands[0], k) for k, t in enumerate(results))
+        ins = [_along_one(t, chosen, rank, f"wi{k}.") for k, t in enumerate(operands)]
+        outs = tuple(_along_one(t, chosen, rank, f"wo{k}.") for k, t in enumerate(results))
         every = (x for dims in (*ins, *outs) for x in dims if x and x[0] == "w")
         return Signature(tuple(ins), outs, whole=frozenset(every), linear=linear)
 
     return rule
 
 
-def _along_result(kind: TensorType, chosen: set[int], rank: int, first: TensorType, k: int) -> Dims:
+def _along_one(kind: TensorType, chosen: set[int], rank: int, held: str) -> Dims:
+    """Letters of one tensor; a tensor of lower rank lacks the chosen dims."""
     places = range(rank) if len(kind.shape) == rank else [d for d in range(rank) if d not in chosen]
     return tuple(
-        None if size == 1 else (f"wo{k}.{d}" if d in chosen else f"d{d}")
+        None if size == 1 else (f"{held}{d}" if d in chosen else f"d{d}")
         for d, size in zip(places, kind.shape, strict=True)
     )
 
@@ -153,10 +148,9 @@ def einsum(node: Node, operands: Any, results: Any) -> Signature:
     return Signature(ins, (dims(out, results[0]),), adds=adds, linear=linear_in(0, 1))
 
 
-def creation(node: Node, operands: Any, results: Any) -> Signature:
-    """A constant fill: any cut of it is a smaller fill. Operands only lend dtype and device."""
-    ins = tuple(tuple(None for _ in t.shape) for t in operands)
-    return Signature(ins, (letters("d", results[0]),))
+def fill(node: Node, operands: Any, results: Any) -> Signature:
+    """A constant fill: any cut of it is a smaller fill."""
+    return Signature((), (letters("d", results[0]),))
 
 
 def attention(node: Node, operands: Any, results: Any) -> Signature:
@@ -250,12 +244,13 @@ def convolution(node: Node, operands: Any, results: Any) -> Signature:
 def convolution_backward(node: Node, operands: Any, results: Any) -> Signature:
     forward = convolution_like(node, operands)
     n_out, x, w = forward
-    bias = ("o",)
+    bias, wanted = ("o",), node.args[10]
     plain = node.args[9] == 1 and not node.args[7]
     whole = frozenset(d for d in (*n_out, *x, *w) if d and d[0] in "xky") | {"c", "ci"}
     whole |= frozenset() if plain else {"o"}
     return Signature(
-        (n_out, x, w), tuple((x, w, bias)[: len(results)]), whole=whole,
+        (n_out, x, w), tuple(d for d, used in zip((x, w, bias), wanted, strict=True) if used),
+        whole=whole,
         adds=frozenset("no") if plain else frozenset("n"), linear=linear_in(0),
     )  # fmt: skip
 

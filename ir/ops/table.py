@@ -50,6 +50,7 @@ SIGNATURES: dict[str, tuple[SignatureRule, str]] = {
     "expand": (sig.expand, "view"),
     "permute": (sig.permute, "view"),
     "sum": (sig.total, "memory"),
+    "full": (sig.fill, "memory"),
     "einsum": (sig.einsum, "matmul"),
     "attention": (sig.attention, "attention"),
     "attention_backward": (sig.attention_backward, "attention"),
@@ -68,6 +69,8 @@ SIGNATURES: dict[str, tuple[SignatureRule, str]] = {
     "view_as_complex.default": (sig.view_as_complex, "view"),
     "slice.Tensor": (along(_argument(1, 0), linear=linear_in(0)), "view"),
     "slice_backward.default": (along(_argument(2, 0), linear=linear_in(0)), "memory"),
+    "select_backward.default": (along(_argument(2, 0), linear=linear_in(0)), "memory"),
+    "select_scatter.default": (along(_argument(2, 0), linear=linear_in((0, 1))), "memory"),
     "slice_scatter.default": (along(_argument(2, 0), linear=linear_in((0, 1))), "memory"),
     "select.int": (along(_argument(1, 0), linear=linear_in(0)), "view"),
     "cat.default": (along(_argument(1, 0)), "memory"),
@@ -87,12 +90,6 @@ SIGNATURES: dict[str, tuple[SignatureRule, str]] = {
     "tril.default": (along(lambda node: (-2, -1), linear=linear_in(0)), "memory"),
     "triu.default": (along(lambda node: (-2, -1), linear=linear_in(0)), "memory"),
 }
-
-CREATION = (
-    "zeros.default", "ones.default", "full.default", "zeros_like.default", "ones_like.default",
-    "full_like.default", "new_zeros.default", "new_ones.default", "new_full.default",
-    "empty_like.default", "empty.memory_format", "scalar_tensor.default", "fill.Scalar",
-)  # fmt: skip
 
 LINEAR: dict[str, tuple[frozenset[int], ...]] = {
     "add.Tensor": linear_in((0, 1)),
@@ -150,7 +147,7 @@ def _written(name: str) -> str:
         return OPERATORS[name]
     base = name.partition(".")[0]
     public = getattr(torch, base, None)
-    plain = not base.startswith("_") and base not in ("slice", "select", "view_as_real")
+    plain = not base.startswith("_") and base not in ("slice", "select", "index", "index_put")
     if callable(public) and plain and name not in ("max.dim", "min.dim", "where.Scalar"):
         return f"torch.{base}"
     return f"torch.ops.aten.{name}"
@@ -161,8 +158,6 @@ def op_def(name: str) -> OpDef:
     if name in SIGNATURES:
         rule, kind = SIGNATURES[name]
         return OpDef(name, rule, kind, _written(name) if "." in name else "")
-    if name in CREATION:
-        return OpDef(name, sig.creation, "memory", _written(name))
     if name in LINEAR or name in ALSO_POINTWISE or _is_pointwise(name):
         return OpDef(name, pointwise(LINEAR.get(name, ())), "memory", _written(name))
     return OpDef(name, sig.unknown, "memory", _written(name), known=name.startswith("arange"))

@@ -30,9 +30,9 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
     return pytree.tree_unflatten(leaves, spec)
 
 
-def expression(size: int | torch.SymInt) -> int | sympy.Expr:
-    """The sympy expression behind a SymInt."""
-    return size.node.expr if isinstance(size, torch.SymInt) else int(size)
+def expression(size: Any) -> Any:
+    """The sympy expression behind a SymInt or SymFloat; plain numbers as they are."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat)) else size
 
 
 def hint(size: int | torch.SymInt) -> int:

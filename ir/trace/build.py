@@ -26,6 +26,7 @@ from ir.trace.capture import Capture, capture, explain
 from ir.trace.convert import source_of, tensor_type
 from ir.trace.fold import OPAQUE, Record, Recorder, families
 from ir.trace.joint import Segment, differentiable_outputs, differentiate
+from ir.trace.masks import recognise_masks
 from ir.trace.segment import HEAVY, canonical, live_nodes, segment, split
 from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of
 
@@ -118,10 +119,10 @@ class _Builder:
             for i, (n, leaf) in enumerate(zip(self.input_names, self.leaves, strict=True))
         ]
         metrics = tuple(zip(self.step.report.metrics, outputs[1:], strict=True))
-        return Graph(
+        return recognise_masks(Graph(
             self.title, tuple(inputs), tuple(state), tuple(blocks), tuple(calls), outputs[0],
             metrics, tuple(dict.fromkeys(guards)), tuple(self.notes),
-        )  # fmt: skip
+        ))  # fmt: skip
 
     # capture
 

@@ -17,7 +17,7 @@ from ir.graph import Block, Node, Ref, Source, TensorType
 from ir.names import Namer
 from ir.trace.adapters import expression
 from ir.trace.capture import OWN_HOME, TORCH_HOME
-from ir.trace.normal import IDENTITY, VIEW, aten
+from ir.trace.normal import FILLS, IDENTITY, VIEW, aten
 
 DROPPED = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
 
@@ -173,6 +173,9 @@ class Converter:
             return "expand", args[:1], {}
         if target in (aten.t.default, aten.transpose.int, aten.permute.default):
             return "permute", (args[0], self._order(node)), {}
+        if target in FILLS:
+            value = FILLS[target] if FILLS[target] is not None else self._fill_value(node)
+            return "full", (value,), {}
         if target in (aten.sum.default, aten.sum.dim_IntList):
             rank = args[0].meta["val"].dim()
             dims = args[1] if target is aten.sum.dim_IntList and len(args) > 1 else None
@@ -183,6 +186,10 @@ class Converter:
             return schema.name.removeprefix("shardwright::"), args, dict(node.kwargs)
         overload = schema.overload_name or "default"
         return f"{schema.name.removeprefix('aten::')}.{overload}", args, dict(node.kwargs)
+
+    @staticmethod
+    def _fill_value(node: fx.Node) -> Any:
+        return node.args[0] if node.target is aten.scalar_tensor.default else node.args[-1]
 
     @staticmethod
     def _order(node: fx.Node) -> list[int]:

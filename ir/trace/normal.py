@@ -61,3 +61,12 @@ VIEW = {
     aten.view_copy.default, aten.unflatten.int,
 }  # fmt: skip
 """Operations that only regroup dims: the result's shape says it all."""
+
+FILLS: dict[Any, float | None] = {
+    aten.zeros.default: 0, aten.zeros_like.default: 0, aten.new_zeros.default: 0,
+    aten.ones.default: 1, aten.ones_like.default: 1, aten.new_ones.default: 1,
+    aten.empty.memory_format: 0, aten.empty_like.default: 0, aten.new_empty.default: 0,
+    aten.full.default: None, aten.full_like.default: None, aten.new_full.default: None,
+    aten.scalar_tensor.default: None, aten.fill.Scalar: None,
+}  # fmt: skip
+"""Constant fills and their value; None where the value is an argument. Empty reads as zero."""

@@ -1,0 +1,189 @@
+"""Emits a plan as a folder of readable Python.
+
+Input: a traced graph and a plan for it. Output: a `Program`: file name -> text. The same plan
+gives the same bytes. Nothing from outside becomes code: names are sanitised, and names of the
+model's tensors stay in layout.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+import jinja2
+
+from codegen.block_text import BlockText
+from codegen.groups import Group, stage_groups
+from codegen.stage_text import StageText
+from codegen.tables import layout_tables
+from ir.errors import Refused, UsageError
+from ir.graph import Graph
+from ir.names import Namer
+from ir.plan import Plan, spmd
+from ir.spmd import Spmd
+
+LARGEST_CONSTANT = 4096
+"""Elements of a captured constant that are still written into the program."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """An emitted program; `files` maps a file name to its text."""
+
+    files: dict[str, str]
+    ranks: int
+
+    def write(self, folder: str | Path, *, force: bool = False) -> Path:
+        """Writes all files, or none: refuses a folder that holds something unless `force`."""
+        target = Path(folder)
+        if target.exists() and not target.is_dir():
+            raise UsageError(f"{target} is a file; give a folder to emit into.")
+        if target.is_dir() and any(target.iterdir()) and not force:
+            raise UsageError(
+                f"{target} is not empty; emitting would mix two programs. Give another folder, or "
+                "--force to replace the files that the program consists of."
+            )
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        except OSError as error:
+            raise UsageError(f"can't write into {target.parent}: {error.strerror}.") from error
+        try:
+            draft.chmod(0o755)
+            for name, text in self.files.items():
+                (draft / name).write_text(text)
+                if name.endswith(".sh"):
+                    (draft / name).chmod(0o755)
+            _move(draft, target)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        return target
+
+
+def _move(draft: Path, target: Path) -> None:
+    """Puts a finished draft in place; existing other files of the target stay."""
+    if not target.exists():
+        draft.rename(target)
+        return
+    for path in draft.iterdir():
+        os.replace(path, target / path.name)
+
+
+def emit(graph: Graph, plan: Plan) -> Program:
+    """The program of `plan`; raises `Refused` if the plan was made for another model."""
+    whole = spmd(graph, plan)
+    groups = tuple(stage_groups(whole, s) for s in range(len(whole.stages)))
+    tables = layout_tables(whole, groups, plan_hash=plan.hash, schedule=plan.schedule)
+    files = {
+        "plan.json": json.dumps(plan.to_json(), indent=1) + "\n",
+        "layout.json": json.dumps(tables, indent=1) + "\n",
+        "program.py": program_text(whole, groups, plan),
+    }
+    facts = {
+        "plan": plan, "ranks": plan.mesh.size, "model": plan.model, "hash": plan.hash,
+        "per_node": plan.cluster.levels[0].size,
+        "nodes": plan.cluster.n_devices // plan.cluster.levels[0].size,
+    }  # fmt: skip
+    for name in ("train.py", "launch.sh", "launch.slurm", "README.md"):
+        files[name] = _template(f"{name}.jinja").render(**facts)
+    return Program(files, plan.mesh.size)
+
+
+@cache
+def _template(name: str) -> jinja2.Template:
+    text = resources.files("codegen").joinpath("templates", name).read_text()
+    environment = jinja2.Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    return environment.from_string(text)
+
+
+def program_text(whole: Spmd, groups: tuple[tuple[Group, ...], ...], plan: Plan) -> str:
+    """program.py: the blocks, then the stages that call them."""
+    blocks = _blocks(whole, groups)
+    stages = [StageText(whole, s, groups[s], blocks) for s in range(len(whole.stages))]
+    lines: list[str] = []
+    for block in blocks.values():
+        lines += block.lines()
+    for stage in stages:
+        lines += stage.lines()
+    body = "\n".join(lines)
+    return "\n".join([
+        *_head(plan, body), *_constants(whole), "", "", body.rstrip("\n"), "", "", "STAGES = (",
+        *(stage.entry() for stage in stages), ")", "",
+    ])  # fmt: skip
+
+
+def _blocks(
+    whole: Spmd, groups: tuple[tuple[Group, ...], ...]
+) -> dict[tuple[int, str], BlockText]:
+    """One text per (variant, menu point) in use, in order of first use."""
+    namer = Namer()
+    texts: dict[tuple[int, str], BlockText] = {}
+    for stage in groups:
+        for group in stage:
+            key = (group.variant, group.keep)
+            if key not in texts:
+                name = namer(whole.kinds[group.variant].block.name, default="block")
+                texts[key] = BlockText(whole, group.variant, group.keep, name)
+    return texts
+
+
+def _head(plan: Plan, body: str) -> list[str]:
+    mesh = plan.mesh
+    imports = [
+        name for name in ("all_gather", "all_reduce", "all_to_all", "first", "reduce_scatter",
+                          "shard") if f" {name}(" in body
+    ]  # fmt: skip
+    lines = [
+        '"""One training step on '
+        f"pipeline={mesh.pipeline} data={mesh.data} tensor={mesh.tensor}, plan {plan.hash}.",
+        "",
+        "Each block has a forward and a backward in the shapes of one rank; stages call them.",
+        "Behind each line: the local shape, and which dims are cut over which mesh axis.",
+        '"""',
+        "",
+        "from types import SimpleNamespace",
+        "",
+        "import torch",
+        "",
+    ]
+    if "ops." in body.replace("torch.ops.", ""):
+        lines.append("from runtime import ops")
+    if imports:
+        lines.append(f"from runtime.collectives import {', '.join(imports)}")
+    lines.append("from runtime.program import Stage")
+    if " dropout(" in body:
+        lines.append("from runtime.random import dropout")
+    return lines
+
+
+def _constants(whole: Spmd) -> list[str]:
+    """Tensors that tracing captured as constants, by name."""
+    held = [state for state in whole.graph.state if state.kind == "constant"]
+    if not held:
+        return []
+    lines = ["", "CONSTANTS = {"]
+    for state in held:
+        if state.data.numel() > LARGEST_CONSTANT:
+            raise Refused(
+                f"the model captures a constant tensor of {state.data.numel()} elements; make it a "
+                "registered buffer, so that it is not written into the program."
+            )
+        values = _literal(state.data.tolist())
+        lines.append(f'    "{state.names[0]}": torch.tensor({values}, dtype=torch.{state.type.dtype}),')
+    return [*lines, "}"]
+
+
+def _literal(values: object) -> str:
+    if isinstance(values, list):
+        return "[" + ", ".join(map(_literal, values)) + "]"
+    text = repr(values)
+    return f'float("{text}")' if text in ("inf", "-inf", "nan") else text

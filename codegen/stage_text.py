@@ -1,0 +1,215 @@
+"""Writes the functions of one stage: its calls in order, loops over repeated blocks, gradients.
+
+Input: an `Spmd` program, a stage and the texts of its blocks. Output: source lines of
+`stageN_prologue`, `stageN_forward` and `stageN_backward`.
+"""
+
+from __future__ import annotations
+
+from codegen.block_text import BlockText
+from codegen.groups import Group
+from ir.names import identifier
+from ir.spmd import Spmd, StageCall
+
+
+class StageText:
+    """The source of one stage."""
+
+    def __init__(self, spmd: Spmd, number: int, groups: tuple[Group, ...],
+                 blocks: dict[tuple[int, str], BlockText]):  # fmt: skip
+        self.spmd, self.number, self.groups, self.blocks = spmd, number, groups, blocks
+        self.received = {m.value for m in spmd.messages if m.target == number}
+        self.inputs = {item.name for item in spmd.graph.inputs}
+
+    def block(self, group: Group) -> BlockText:
+        return self.blocks[group.variant, group.keep]
+
+    def lines(self) -> list[str]:
+        return [*self._prologue(), *self._forward(), *self._backward()]
+
+    @property
+    def has_prologue(self) -> bool:
+        return any(self.block(group).lowered.prologue for group in self.groups)
+
+    def entry(self) -> str:
+        """This stage's line in STAGES."""
+        words = [f"forward=stage{self.number}_forward", f"backward=stage{self.number}_backward"]
+        words += [f"prologue=stage{self.number}_prologue"] if self.has_prologue else []
+        return f"    Stage({', '.join(words)}),"
+
+    # prologue
+
+    def _prologue(self) -> list[str]:
+        if not self.has_prologue:
+            return []
+        lines = [f"def stage{self.number}_prologue(ctx, w, x):", "    return SimpleNamespace("]
+        for group in self.groups:
+            block = self.block(group)
+            if block.lowered.prologue:
+                call = self.spmd.call(group.calls[0])
+                values = dict(zip(block.block.inputs, call.arguments, strict=True))
+                words = ["ctx", f"w.{group.name}"]
+                words += [f"x.{values[name]}" for name in block.prologue_arguments()]
+                lines.append(f"        {group.name}={block.name}_prologue({', '.join(words)}),")
+        return [*lines, "    )", "", ""]
+
+    # forward
+
+    def _forward(self) -> list[str]:
+        lines = [f"def stage{self.number}_forward(ctx, w, x):", "    saved = []"]
+        for group in self.groups:
+            lines += self._forward_loop(group) if group.many else self._forward_call(group)
+        sent = self._sent_values()
+        words = ", ".join(f"{name}={self._word(name)}" for name in sent)
+        return [*lines, f"    return SimpleNamespace({words}), saved", "", ""]
+
+    def _sent_values(self) -> list[str]:
+        """Values that leave the stage: messages, loss, metrics and buffer updates."""
+        made = {
+            name for group in self.groups for placed in group.calls
+            for name in self.spmd.call(placed).results
+        }  # fmt: skip
+        graph = self.spmd.graph
+        ends = [graph.loss, *(v for _, v in graph.metrics)]
+        ends += [state.update for state in graph.state if state.update]
+        leaving = [m.value for m in self.spmd.messages if m.source == self.number]
+        return list(dict.fromkeys([*leaving, *(name for name in ends if name in made)]))
+
+    def _word(self, value: str) -> str:
+        """How the stage function spells a graph-level value."""
+        if value in self.received or value in self.inputs:
+            return f"x.{value}"
+        return identifier(value)
+
+    def _tail(self, group: Group, index: str, block: BlockText) -> list[str]:
+        words = [f"ctx.prologue.{group.name}"] if block.lowered.early else []
+        return words + ([index] if block.draws else [])
+
+    def _weights(self, group: Group, index: str | None, tree: str = "w") -> str:
+        return f"{tree}.{group.name}[{index}]" if index else f"{tree}.{group.name}"
+
+    def _arguments(self, group: Group, placed: StageCall) -> list[str]:
+        block = self.block(group)
+        values = dict(zip(block.block.inputs, self.spmd.call(placed).arguments, strict=True))
+        return [self._word(values[name]) for name in block.arguments]
+
+    def _forward_call(self, group: Group) -> list[str]:
+        block, placed = self.block(group), group.calls[0]
+        words = ["ctx", self._weights(group, None), *self._arguments(group, placed)]
+        words += self._tail(group, str(placed.index), block)
+        outs = [identifier(name) for name in self.spmd.call(placed).results]
+        return [
+            f"    {_tuple(outs)}, kept = {block.name}_forward({', '.join(words)})",
+            "    saved.append(kept)",
+        ]
+
+    def _forward_loop(self, group: Group) -> list[str]:
+        """Carried values keep one name, that of the last call's result, through the loop."""
+        block = self.block(group)
+        first, last = self.spmd.call(group.calls[0]), self.spmd.call(group.calls[-1])
+        outs = [identifier(name) for name in last.results]
+        carried = dict(group.carried)
+        lines = [
+            f"    {outs[result]} = {self._word(first.arguments[place])}"
+            for place, result in group.carried
+        ]
+        words = []
+        for place, name in enumerate(block.block.inputs):
+            if name in block.arguments:
+                value = self._word(first.arguments[place])
+                words.append(outs[carried[place]] if place in carried else value)
+        start = group.calls[0].index
+        call = f"{start} + i" if start else "i"
+        words = ["ctx", self._weights(group, "i"), *words, *self._tail(group, call, block)]
+        return [
+            *lines,
+            f"    for i in range({len(group.calls)}):",
+            f"        {_tuple(outs)}, kept = {block.name}_forward({', '.join(words)})",
+            "        saved.append(kept)",
+        ]
+
+    # backward
+
+    def _backward(self) -> list[str]:
+        lines = [f"def stage{self.number}_backward(ctx, w, g, saved, dy):"]
+        have: set[str] = set()
+        for message in self.spmd.messages:
+            if message.source == self.number and message.gradient and message.value not in have:
+                have.add(message.value)
+                lines.append(f"    d_{identifier(message.value)} = dy.{message.value}")
+        if self.spmd.stage_of[self.spmd.makers[self.spmd.graph.loss][0]] == self.number:
+            kind = self.spmd.local_type_of(self.spmd.graph.loss)
+            word = f"d_{identifier(self.spmd.graph.loss)}"
+            fill = f"torch.ones((), dtype=torch.{kind.dtype}, device=ctx.device)"
+            lines.append(f"    {word} = {fill if self.spmd.graph.loss not in have else word + ' + ' + fill}")
+            have.add(self.spmd.graph.loss)
+        for group in reversed(self.groups):
+            if group.many:
+                lines += self._backward_loop(group, have)
+            else:
+                lines += self._backward_call(group, have)
+        given = [
+            m.value for m in self.spmd.messages
+            if m.target == self.number and m.gradient and m.value in have
+        ]  # fmt: skip
+        words = ", ".join(f"{name}=d_{identifier(name)}" for name in given)
+        return [*lines, f"    return SimpleNamespace({words})", "", ""]
+
+    def _tangents(self, group: Group, placed: StageCall) -> list[str]:
+        block = self.block(group).block
+        results = dict(zip(block.outputs, self.spmd.call(placed).results, strict=True))
+        return [results[output] for output, _ in block.tangents]
+
+    def _backward_call(self, group: Group, have: set[str]) -> list[str]:
+        block, placed = self.block(group), group.calls[0]
+        if not block.has_backward:
+            return ["    saved.pop()"]
+        words = ["ctx", self._weights(group, None), self._weights(group, None, "g"), "saved.pop()"]
+        words += [f"d_{identifier(name)}" for name in self._tangents(group, placed)]
+        words += self._tail(group, str(placed.index), block)
+        values = dict(zip(block.block.inputs, self.spmd.call(placed).arguments, strict=True))
+        targets, sums = [], []
+        for name in block.handed_gradients():
+            word = f"d_{identifier(values[name])}"
+            if values[name] in have or word in targets:
+                targets.append(f"more_{len(targets)}")
+                sums.append(f"    {word} = {word} + {targets[-1]}")
+            else:
+                targets.append(word)
+            have.add(values[name])
+        call = f"{block.name}_backward({', '.join(words)})"
+        return [f"    {_tuple(targets)} = {call}" if targets else f"    {call}", *sums]
+
+    def _backward_loop(self, group: Group, have: set[str]) -> list[str]:
+        """Gradients of carried values keep one name through the loop."""
+        block = self.block(group)
+        first, last = self.spmd.call(group.calls[0]), self.spmd.call(group.calls[-1])
+        count = len(group.calls)
+        if not block.has_backward:
+            return [f"    del saved[-{count}:]"]
+        carried = dict(group.carried)
+        place_of = {name: place for place, name in enumerate(block.block.inputs)}
+        tangents = [f"d_{identifier(name)}" for name in self._tangents(group, group.calls[-1])]
+        start = group.calls[0].index
+        call = f"{start} + i" if start else "i"
+        words = ["ctx", self._weights(group, "i"), self._weights(group, "i", "g"), "saved.pop()"]
+        words += [*tangents, *self._tail(group, call, block)]
+        targets = [
+            f"d_{identifier(last.results[carried[place_of[name]]])}"
+            for name in block.handed_gradients()
+        ]
+        body = f"{block.name}_backward({', '.join(words)})"
+        lines = [
+            f"    for i in reversed(range({count})):",
+            f"        {_tuple(targets)} = {body}" if targets else f"        {body}",
+        ]
+        for name, word in zip(block.handed_gradients(), targets, strict=True):
+            value = first.arguments[place_of[name]]
+            final = f"d_{identifier(value)}"
+            lines.append(f"    {final} = {final + ' + ' if value in have else ''}{word}")
+            have.add(value)
+        return lines
+
+
+def _tuple(words: list[str]) -> str:
+    return "(" + ", ".join(words) + ("," if len(words) == 1 else "") + ")"

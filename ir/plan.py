@@ -1,0 +1,300 @@
+"""The plan: every decision, its predicted cost, and how to read it from JSON.
+
+A `Plan` is immutable, hashed and printed stably. Its JSON has a versioned schema that is checked
+on load; loading executes nothing. `spmd(graph, plan)` gives the program that it stands for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ir.batch import flow
+from ir.cluster import Cluster, Mesh
+from ir.errors import Refused, UsageError
+from ir.graph import Graph
+from ir.layout import PARTIAL, REPLICATE, Placement, Shard
+from ir.lower import Degrees, Sharding
+from ir.plan_schema import check_plan
+from ir.spmd import Spmd, StageCall, lower_all
+from ir.strategies import strategies
+from ir.variants import Variant, variants
+
+FORMAT = "shardwright-plan/1"
+
+Leaf: TypeAlias = "int | str | None"
+"""A factor that is cut, "partial", or None for whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """Decisions for one variant: a strategy number per node, a cut factor per boundary value.
+
+    `keeps`: menu points, each a label and the forward values that are kept for backward.
+    """
+
+    name: str
+    nodes: tuple[int, ...]
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    tangents: tuple[Leaf, ...]
+    gradients: tuple[Leaf, ...]
+    keeps: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """`count` calls in a row from `first` on, with the menu point `keep`."""
+
+    first: int
+    count: int
+    keep: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Predicted seconds per micro-batch and bytes per device of one stage."""
+
+    forward_s: float
+    backward_s: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    saved_bytes: int
+    transient_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return (
+            self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+            + self.saved_bytes + self.transient_bytes
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicted seconds of one optimizer step and its parts, and each stage's cost."""
+
+    step_s: float
+    compute_s: float
+    exposed_comm_s: float
+    bubble_s: float
+    optimizer_s: float
+    bound_s: float
+    capacity_bytes: int
+    stages: tuple[StageCost, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(stage.peak_bytes for stage in self.stages)
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, self.step_s / self.bound_s - 1) if self.bound_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All decisions for one model on one cluster; see the module's docstring."""
+
+    model: str
+    signature: str
+    cluster: Cluster
+    mesh: Mesh
+    schedule: str
+    micro_batches: int
+    global_batch: int
+    optimizer: str
+    blocks: tuple[BlockPlan, ...]
+    stages: tuple[tuple[Placed, ...], ...]
+    prediction: Prediction
+    approximations: tuple[str, ...] = ()
+    text: str = ""
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.global_batch, self.mesh.data, self.mesh.tensor, self.micro_batches)
+
+    @property
+    def hash(self) -> str:
+        """Twelve hex digits of the decisions and predictions."""
+        return hashlib.sha256(self._body().encode()).hexdigest()[:12]
+
+    def __str__(self) -> str:
+        return f"plan {self.hash}   {self.text}"
+
+    def to_json(self) -> dict[str, Any]:
+        value = asdict(replace(self, cluster=None))  # type: ignore[arg-type]
+        value["cluster"] = self.cluster.to_json()
+        return {"format": FORMAT, "hash": self.hash, **value}
+
+    def _body(self) -> str:
+        value = asdict(replace(self, cluster=None))  # type: ignore[arg-type]
+        return json.dumps({**value, "cluster": self.cluster.to_json()}, sort_keys=True)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON, whole or not at all."""
+        target = Path(path)
+        draft = target.with_name(target.name + ".part")
+        try:
+            draft.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+            draft.replace(target)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise UsageError(f"can't write the plan to {target}: {error.strerror}.") from error
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Reads and checks a plan; a file that is cut off, altered or of another version is a
+        `UsageError` that says which."""
+        try:
+            value = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise UsageError(f"can't read the plan {path}: {error.strerror}.") from error
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"{path} is not a whole plan file ({error}). Was it cut off? Plan again."
+            ) from error
+        return Plan.from_json(value, str(path))
+
+    @staticmethod
+    def from_json(value: Any, where: str = "the plan") -> Plan:
+        check_plan(value, FORMAT, where)
+        plan = Plan(
+            value["model"], value["signature"], Cluster.from_json(value["cluster"]),
+            Mesh(**value["mesh"]), value["schedule"], value["micro_batches"],
+            value["global_batch"], value["optimizer"],
+            tuple(_block(b) for b in value["blocks"]),
+            tuple(tuple(Placed(**p) for p in stage) for stage in value["stages"]),
+            _prediction(value["prediction"]), tuple(value["approximations"]), value["text"],
+        )  # fmt: skip
+        if plan.hash != value["hash"]:
+            raise UsageError(
+                f"{where} was altered: its content has hash {plan.hash}, but it says "
+                f"{value['hash']}. Plan again, with pins for the decisions that you want changed."
+            )
+        return plan
+
+
+def _block(value: dict[str, Any]) -> BlockPlan:
+    keeps = tuple((label, tuple(names)) for label, names in value["keeps"])
+    fields = {
+        k: tuple(value[k]) for k in ("nodes", "inputs", "outputs", "tangents", "gradients")
+    }  # fmt: skip
+    return BlockPlan(value["name"], **fields, keeps=keeps)
+
+
+def _prediction(value: dict[str, Any]) -> Prediction:
+    stages = tuple(StageCost(**stage) for stage in value["stages"])
+    return Prediction(**{**value, "stages": stages})
+
+
+def signature(graph: Graph) -> str:
+    """What identifies a traced model: sixteen hex digits of its text and its state."""
+    state = "\n".join(f"{s.name} {s.names} {s.type} {s.trainable}" for s in graph.state)
+    inputs = "\n".join(f"{i.name} {i.type} {i.batch_dim}" for i in graph.inputs)
+    return hashlib.sha256(f"{graph}\n{state}\n{inputs}".encode()).hexdigest()[:16]
+
+
+def encode(variant: Variant, sharding: Sharding, keeps: dict[str, frozenset[str]]) -> BlockPlan:
+    """The decisions for a variant as numbers that JSON holds."""
+    factors, block = variant.factors, variant.block
+    leaves = list(factors.size)
+    nodes = tuple(
+        strategies(node, factors, leaves).index(sharding.chosen[node]) for node in block.nodes
+    )
+
+    def cuts(names: list[str], places: tuple[Placement, ...]) -> tuple[Leaf, ...]:
+        return tuple(leaf_of(variant, n, p) for n, p in zip(names, places, strict=True))
+
+    return BlockPlan(
+        block.name, nodes, cuts(list(block.inputs), sharding.inputs),
+        cuts(list(block.outputs), sharding.outputs),
+        cuts([t for _, t in block.tangents], sharding.tangents),
+        cuts([g for _, g in block.gradients], sharding.gradients),
+        tuple((label, tuple(sorted(kept))) for label, kept in keeps.items()),
+    )  # fmt: skip
+
+
+def leaf_of(variant: Variant, name: str, place: Placement) -> Leaf:
+    if place == PARTIAL:
+        return "partial"
+    return variant.factors.leaf_of(name, place) if isinstance(place, Shard) else None
+
+
+def decode(variant: Variant, plan: BlockPlan) -> Sharding:
+    """The `Sharding` behind a `BlockPlan`; raises `UsageError` for numbers out of range."""
+    factors, block = variant.factors, variant.block
+    leaves = list(factors.size)
+    if len(plan.nodes) != len(block.nodes):
+        raise UsageError(f"the plan's block {plan.name} has another number of operations.")
+    chosen = {}
+    for node, number in zip(block.nodes, plan.nodes, strict=True):
+        options = strategies(node, factors, leaves)
+        if not 0 <= number < len(options):
+            raise UsageError(f"the plan's block {plan.name}: no strategy {number} for {node.op}.")
+        chosen[node] = options[number]
+
+    def places(names: list[str], cuts: tuple[Leaf, ...]) -> tuple[Placement, ...]:
+        return tuple(place_of(variant, n, c) for n, c in zip(names, cuts, strict=True))
+
+    return Sharding(
+        chosen, places(list(block.inputs), plan.inputs), places(list(block.outputs), plan.outputs),
+        places([t for _, t in block.tangents], plan.tangents),
+        places([g for _, g in block.gradients], plan.gradients),
+    )  # fmt: skip
+
+
+def place_of(variant: Variant, name: str, cut: Leaf) -> Placement:
+    if cut is None:
+        return REPLICATE
+    if cut == "partial":
+        return PARTIAL
+    place = variant.factors.shard(name, int(cut))
+    if place is None:
+        raise UsageError(f"the plan cuts {name} along a factor that it does not have.")
+    return place
+
+
+def spmd(graph: Graph, plan: Plan) -> Spmd:
+    """The program that a plan stands for; refuses a plan made for another model."""
+    if signature(graph) != plan.signature:
+        raise Refused(
+            f"the plan was made for another model ({plan.model}, signature {plan.signature}); this "
+            f"one is {graph.model} with signature {signature(graph)}. Plan this model."
+        )
+    batch_flow = flow(graph)
+    kinds = variants(graph, batch_flow)
+    if len(kinds) != len(plan.blocks):
+        raise UsageError("the plan has another number of blocks than the model.")
+    shardings = tuple(decode(v, b) for v, b in zip(kinds, plan.blocks, strict=True))
+    lowered = lower_all(graph, batch_flow, kinds, shardings, plan.degrees)
+    variant_of = {call: n for n, kind in enumerate(kinds) for call in kind.calls}
+    stages = tuple(
+        tuple(
+            StageCall(index, variant_of[index], placed.keep)
+            for placed in stage for index in range(placed.first, placed.first + placed.count)
+        )
+        for stage in plan.stages
+    )  # fmt: skip
+    keeps = tuple({label: frozenset(names) for label, names in b.keeps} for b in plan.blocks)
+    state = _state_places(graph, kinds, shardings)
+    return Spmd(graph, plan.degrees, batch_flow, kinds, lowered, state, keeps, stages)
+
+
+def _state_places(
+    graph: Graph, kinds: tuple[Variant, ...], shardings: tuple[Sharding, ...]
+) -> dict[str, Placement]:
+    """Where each state tensor is cut: as the blocks that read it want it."""
+    names = {state.name for state in graph.state}
+    found: dict[str, Placement] = dict.fromkeys(sorted(names), REPLICATE)
+    for kind, sharding in zip(kinds, shardings, strict=True):
+        for index in kind.calls:
+            arguments = graph.calls[index].arguments
+            for value, place in zip(arguments, sharding.inputs, strict=True):
+                if value in names:
+                    found[value] = place
+    return found

@@ -1,0 +1,220 @@
+"""The program of one rank, whole: lowered blocks, stages, state and what crosses between stages.
+
+Input: a graph and the decisions (degrees, shardings, what is kept, stages). Output: `Spmd`, from
+which codegen writes the program and the planner takes its bytes and seconds: one computation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ir.batch import Flow, flow, needs_whole_batch
+from ir.errors import Refused
+from ir.graph import Block, Call, Graph, State, TensorType
+from ir.layout import DATA, PARTIAL, TENSOR, Layout, Partial, Placement
+from ir.lower import Degrees, Lowered, Sharding, local_type, lower
+from ir.recompute import backward_nodes, kept_values, state_inputs
+from ir.reshard import step
+from ir.variants import Variant, variants
+
+
+@dataclass(frozen=True, slots=True)
+class StageCall:
+    """A call placed on a stage; `keep` names the menu point of its variant."""
+
+    index: int
+    variant: int
+    keep: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A value that one stage makes and another reads; `gradient` is what comes back, if it does."""
+
+    value: str
+    source: int
+    target: int
+    type: TensorType
+    gradient: TensorType | None
+
+
+@dataclass(frozen=True)
+class Spmd:
+    """One rank's program; `keeps[variant][label]` are the forward values held for backward."""
+
+    graph: Graph
+    degrees: Degrees
+    flow: Flow
+    kinds: tuple[Variant, ...]
+    lowered: tuple[Lowered, ...]
+    state: dict[str, Placement]
+    keeps: tuple[dict[str, frozenset[str]], ...]
+    stages: tuple[tuple[StageCall, ...], ...]
+
+    def call(self, placed: StageCall) -> Call:
+        return self.graph.calls[placed.index]
+
+    def block(self, placed: StageCall) -> Block:
+        return self.kinds[placed.variant].block
+
+    @cached_property
+    def state_of(self) -> dict[str, State]:
+        return {item.name: item for item in self.graph.state}
+
+    def always(self, variant: int) -> frozenset[str]:
+        """Inputs of a variant that are state."""
+        call = self.graph.calls[self.kinds[variant].calls[0]]
+        return state_inputs(self.lowered[variant], call.arguments, set(self.state_of))
+
+    def backward(self, variant: int, keep: str):
+        return backward_nodes(self.lowered[variant], self.keeps[variant][keep], self.always(variant))
+
+    def kept(self, variant: int, keep: str) -> tuple[str, ...]:
+        return kept_values(self.lowered[variant], self.keeps[variant][keep], self.always(variant))
+
+    @cached_property
+    def stage_of(self) -> dict[int, int]:
+        """The stage of each call."""
+        return {p.index: s for s, calls in enumerate(self.stages) for p in calls}
+
+    @cached_property
+    def placed(self) -> dict[int, StageCall]:
+        return {p.index: p for calls in self.stages for p in calls}
+
+    @cached_property
+    def makers(self) -> dict[str, tuple[int, int]]:
+        """(call, place among its results) of every value that a call makes."""
+        return {
+            name: (index, place)
+            for index, call in enumerate(self.graph.calls)
+            for place, name in enumerate(call.results)
+        }
+
+    @cached_property
+    def has_gradient(self) -> set[str]:
+        """Values for which some call gives a gradient."""
+        found = set()
+        for call in self.graph.calls:
+            block = self.graph.blocks[call.block]
+            given = {name for name, _ in block.gradients}
+            found |= {
+                v for n, v in zip(block.inputs, call.arguments, strict=True) if n in given
+            }  # fmt: skip
+        return found
+
+    def gives_gradient(self, index: int, value: str) -> bool:
+        """Whether a call gives a gradient for one of its arguments."""
+        call = self.graph.calls[index]
+        block = self.graph.blocks[call.block]
+        given = {name for name, _ in block.gradients}
+        pairs = zip(block.inputs, call.arguments, strict=True)
+        return any(v == value and n in given for n, v in pairs)
+
+    def local_type_of(self, value: str) -> TensorType:
+        """The local type, per micro-batch, of a value that a call makes."""
+        index, place = self.makers[value]
+        lowered = self.lowered[self.placed[index].variant]
+        return lowered.types[lowered.outputs[place]]
+
+    def gradient_type_of(self, value: str) -> TensorType:
+        """The local type of the gradient that the maker of a value takes."""
+        index, place = self.makers[value]
+        lowered = self.lowered[self.placed[index].variant]
+        tangents = dict(lowered.block.tangents)
+        return lowered.types[tangents[lowered.block.outputs[place]]]
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """Everything that crosses stages, sent once from its maker to each reader."""
+        found: dict[tuple[str, int], bool] = {}
+        for index, call in enumerate(self.graph.calls):
+            target = self.stage_of[index]
+            for value in call.arguments:
+                if value in self.makers and self.stage_of[self.makers[value][0]] != target:
+                    gradient = self.gives_gradient(index, value)
+                    found[value, target] = found.get((value, target), False) or gradient
+        return tuple(
+            Message(
+                v, self.stage_of[self.makers[v][0]], t, self.local_type_of(v),
+                self.gradient_type_of(v) if gradient else None,
+            )
+            for (v, t), gradient in found.items()
+        )  # fmt: skip
+
+    def stages_of_state(self, name: str) -> tuple[int, ...]:
+        """The stages that hold a state tensor; an unused one lives on the first stage."""
+        users = {
+            self.stage_of[i] for i, call in enumerate(self.graph.calls) if name in call.arguments
+        }
+        return tuple(sorted(users)) or (0,)
+
+    def gradient_place(self, name: str) -> Placement:
+        """The tensor-axis placement of a parameter's accumulated gradient."""
+        for variant, kind in enumerate(self.kinds):
+            for index in kind.calls:
+                call = self.graph.calls[index]
+                names = dict(zip(kind.block.inputs, call.arguments, strict=True))
+                for value, gradient in self.lowered[variant].gradients:
+                    if names[value] == name:
+                        return self.lowered[variant].layouts[gradient].tensor
+        return self.state[name]
+
+    def state_type(self, name: str) -> TensorType:
+        """The local type of a state tensor."""
+        return local_type(
+            self.state_of[name].type, Layout(tensor=self.state[name]), self.degrees, 1
+        )
+
+    def gradient_type(self, name: str) -> TensorType:
+        layout = Layout(tensor=self.gradient_place(name))
+        return local_type(self.state_of[name].type, layout, self.degrees, 1)
+
+    def gradient_sync(self, name: str) -> list[tuple[str, str, Placement, Placement]]:
+        """(collective, axis, from, to) that bring an accumulated gradient to its parameter."""
+        steps = []
+        have, want = self.gradient_place(name), self.state[name]
+        kind = step(have, want)
+        if kind is not None and self.degrees.tensor > 1:
+            steps.append((kind, TENSOR, have, want))
+        if self.degrees.data > 1:
+            steps.append(("all_reduce", DATA, PARTIAL, self.state[name]))
+        return steps
+
+    def is_summed(self, value: str) -> bool:
+        """Whether a value is a partial sum over data ranks and micro-batches."""
+        return isinstance(self.flow.values[value], Partial)
+
+
+def early_inputs(graph: Graph, batch_flow: Flow, variant: Variant) -> frozenset[str]:
+    """Inputs of a variant that exist before the first micro-batch (only if it is called once)."""
+    if len(variant.calls) > 1:
+        return frozenset()
+    call = graph.calls[variant.calls[0]]
+    return frozenset(
+        name for name, value in zip(variant.block.inputs, call.arguments, strict=True)
+        if value in batch_flow.early
+    )  # fmt: skip
+
+
+def lower_all(
+    graph: Graph, batch_flow: Flow, kinds: tuple[Variant, ...], shardings: tuple[Sharding, ...],
+    degrees: Degrees,
+) -> tuple[Lowered, ...]:  # fmt: skip
+    """Lowers every variant; refuses to cut the batch where that would change the numbers."""
+    if degrees.rows > 1 and all(item.batch_dim is None for item in graph.inputs):
+        raise Refused(
+            f"{graph.model} works for one batch size only, so its batch can't be cut over data "
+            "ranks or micro-batches; plan with data=1 and micro_batches=1."
+        )
+    if degrees.micro_batches > 1:
+        reason = needs_whole_batch(graph, batch_flow)
+        if reason:
+            raise Refused(f"{reason}; plan with micro_batches=1.")
+    return tuple(
+        lower(v.block, v.spread, s, degrees, early_inputs(graph, batch_flow, v))
+        for v, s in zip(kinds, shardings, strict=True)
+    )
+
+
+__all__ = ["Message", "Spmd", "StageCall", "early_inputs", "flow", "lower_all", "variants"]

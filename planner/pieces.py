@@ -1,0 +1,59 @@
+"""The blocks of a model at one tensor degree and micro-batch size: sharded, lowered and priced.
+
+Input: variants, degrees, a cost model. Output: `Pieces`, which all meshes and micro-batch counts
+with these local shapes share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ir.batch import Flow
+from ir.graph import Graph
+from ir.layout import REPLICATE, Placement
+from ir.lower import Degrees, Lowered, Sharding, whole_sharding
+from ir.recompute import state_inputs
+from ir.spmd import lower_all
+from ir.variants import Variant
+from planner.cost import CostModel
+from planner.price import NodeTimes, node_times
+from planner.recompute import MenuPoint, menu
+from planner.sharding import ShardingResult
+from planner.storage import Storage, storage_of
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Per variant its sharding, lowered program, storages, node times and recompute menu."""
+
+    shardings: tuple[Sharding, ...]
+    state: dict[str, Placement]
+    lowered: tuple[Lowered, ...]
+    storages: tuple[Storage, ...]
+    times: tuple[NodeTimes, ...]
+    menus: tuple[tuple[MenuPoint, ...], ...]
+
+
+def whole(graph: Graph, kinds: tuple[Variant, ...]) -> ShardingResult:
+    """Nothing cut on the tensor axis."""
+    shardings = tuple(whole_sharding(v.block, v.spread) for v in kinds)
+    state: dict[str, Placement] = {item.name: REPLICATE for item in graph.state}
+    return ShardingResult(shardings, state, 0.0, 0.0, 0)
+
+
+def pieces(
+    graph: Graph, batch_flow: Flow, kinds: tuple[Variant, ...], result: ShardingResult,
+    degrees: Degrees, cost: CostModel, recompute: str | None,
+) -> Pieces:  # fmt: skip
+    """Lowers and prices every variant."""
+    lowered = lower_all(graph, batch_flow, kinds, result.shardings, degrees)
+    names = {item.name for item in graph.state}
+    storages = tuple(storage_of(piece) for piece in lowered)
+    times = tuple(node_times(p, s, cost) for p, s in zip(lowered, storages, strict=True))
+    menus = tuple(
+        menu(piece, store, time, state_inputs(piece, graph.calls[v.calls[0]].arguments, names),
+             recompute)
+        for v, piece, store, time in zip(kinds, lowered, storages, times, strict=True)
+    )  # fmt: skip
+    state: dict[str, Placement] = {item.name: REPLICATE for item in graph.state} | result.state
+    return Pieces(result.shardings, state, lowered, storages, times, menus)

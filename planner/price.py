@@ -1,0 +1,146 @@
+"""Seconds of the nodes of a lowered block, by the cost model on local shapes.
+
+Input: a `Lowered` block, its `Storage`, a `CostModel`. Output: compute and communication seconds
+of any list of its nodes; of a stage's state its bytes and the seconds to sync and update it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ir.graph import Node, TensorType, references
+from ir.layout import DATA
+from ir.lower import Lowered
+from ir.ops import op_def
+from ir.ops.table import flops
+from ir.spmd import Spmd
+from planner.cost import CostModel
+from planner.sharding import compute_dtype
+from planner.storage import Storage
+
+COLLECTIVES = frozenset(
+    ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shard", "first")
+)
+OPTIMIZER_TENSORS = {"adamw": 2, "sgd": 0}
+"""Tensors of a parameter's size that the optimizer holds (torch.optim, without momentum)."""
+CROSS_ENTROPY_REDUCTIONS = 3
+"""All-reduces of one value per row where the vocabulary is cut: maximum, sum, label's logit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Time of a list of nodes."""
+
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.communication_s
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.compute_s + other.compute_s, self.communication_s + other.communication_s
+        )
+
+    def times(self, factor: float) -> Seconds:
+        return Seconds(self.compute_s * factor, self.communication_s * factor)
+
+
+def node_seconds(
+    lowered: Lowered, node: Node, cost: CostModel, storage: Storage | None = None,
+    types: Mapping[str, TensorType] | None = None,
+) -> Seconds:  # fmt: skip
+    """Seconds of one node; a view that has to copy costs its bytes."""
+    types = lowered.types if types is None else types
+    names = [ref.name for ref in references((node.args, node.kwargs))]
+    results = [name for name in node.outputs if name in types]
+    if node.op in COLLECTIVES:
+        pair = (types[names[0]].bytes(1), types[results[0]].bytes(1))
+        size_bytes = pair[0] if node.op == "all_to_all" else max(pair)
+        return Seconds(0.0, cost.collective_s(node.op, size_bytes, node.args[1]))
+    kind = op_def(node.op).kind
+    if kind == "view" and storage is not None and not storage.is_alias(node):
+        kind = "memory"
+    shapes = {name: tuple(int(s) for s in types[name].shape) for name in (*names, *results)}
+    shapes.setdefault(node.outputs[0], ())
+    moved = sum(types[name].bytes(1) for name in (*names, *results))
+    compute_s = cost.compute_s(kind, flops(node, shapes), moved, compute_dtype(types, names))
+    return Seconds(compute_s, _inner_communication_s(lowered, node, results, types, cost))
+
+
+def _inner_communication_s(
+    lowered: Lowered, node: Node, results: list[str], types: Mapping[str, TensorType],
+    cost: CostModel,
+) -> float:  # fmt: skip
+    chosen = lowered.chosen.get(node.outputs[0])
+    if chosen is None or not chosen.communicates:
+        return 0.0
+    size_bytes = types[results[0]].bytes(1)
+    return CROSS_ENTROPY_REDUCTIONS * cost.collective_s("all_reduce", size_bytes, "tensor")
+
+
+@dataclass(frozen=True)
+class NodeTimes:
+    """The seconds of every node of a lowered block, by its first output."""
+
+    of: dict[str, Seconds]
+    prologue: Seconds
+
+    def total(self, nodes: Iterable[Node]) -> Seconds:
+        found = Seconds()
+        for node in nodes:
+            found += self.of[node.outputs[0]]
+        return found
+
+
+def node_times(lowered: Lowered, storage: Storage, cost: CostModel) -> NodeTimes:
+    """All nodes priced once."""
+    prologue = Seconds()
+    for node in lowered.prologue:
+        prologue += node_seconds(lowered, node, cost, types=lowered.early_types)
+    nodes = (*lowered.forward, *lowered.backward)
+    return NodeTimes(
+        {n.outputs[0]: node_seconds(lowered, n, cost, storage) for n in nodes}, prologue
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StateCost:
+    """Bytes per device of state tensors; seconds per step to sync gradients and to update."""
+
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    sync_s: float = 0.0
+    update_s: float = 0.0
+
+    @property
+    def held_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    def __add__(self, other: StateCost) -> StateCost:
+        return StateCost(
+            self.parameter_bytes + other.parameter_bytes,
+            self.gradient_bytes + other.gradient_bytes,
+            self.optimizer_bytes + other.optimizer_bytes,
+            self.sync_s + other.sync_s, self.update_s + other.update_s,
+        )  # fmt: skip
+
+
+def state_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateCost:
+    """What holding, syncing and updating one state tensor takes on a stage that has it."""
+    held_bytes = spmd.state_type(name).bytes(1)
+    if not spmd.state_of[name].trainable:
+        return StateCost(held_bytes)
+    whole_bytes = spmd.state_of[name].type.bytes(1)
+    sync_s = 0.0
+    for op, axis, _, _ in spmd.gradient_sync(name):
+        size_bytes = held_bytes if axis == DATA or op == "all_to_all" else whole_bytes
+        sync_s += cost.collective_s(op, size_bytes, axis)
+    state_bytes = OPTIMIZER_TENSORS[optimizer] * held_bytes
+    return StateCost(
+        held_bytes, spmd.gradient_type(name).bytes(1), state_bytes, sync_s,
+        cost.optimizer_s(held_bytes, state_bytes),
+    )  # fmt: skip

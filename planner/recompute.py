@@ -1,0 +1,232 @@
+"""What a block keeps from forward for backward: a menu of points between everything and nothing.
+
+For every forward value v, node n and storage o of a lowered block:
+
+    minimise  sum_n seconds[n] rec[n]                       the nodes that backward runs again
+    (1)  save[v] + rec[maker of v] >= 1                     for every v that backward reads
+    (2)  rec[n] <= save[u] + rec[maker of u]                for every input u of n
+    (3)  keep[o] >= save[v]  for v in storage o;  keep[u] >= rec[n] for block inputs u of n
+    (4)  sum_o bytes[o] keep[o] <= budget
+
+Parameters and other state are always there, and dropout draws the same mask again. Sources:
+Checkmate (Jain et al., MLSys 2020); sharing of storages and the collectives' time are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ir.lower import Lowered
+from ir.recompute import backward_nodes, kept_values
+from planner.liveness import peak_bytes
+from planner.price import NodeTimes, Seconds
+from planner.solver import Infeasible, Model, Solution, Variable
+from planner.storage import Storage
+
+BUDGETS = (0.75, 0.5, 0.25)
+"""Interior points: these parts of what can be saved between keeping all and nothing."""
+
+
+@dataclass(frozen=True)
+class MenuPoint:
+    """One way to run a block: time and bytes per micro-batch on one device.
+
+    `kept`: the forward values held; `saved`: the storages of the block's own values among what
+    is held; `inputs`: the block's activation inputs that are held too.
+    """
+
+    label: str
+    kept: frozenset[str]
+    forward: Seconds
+    backward: Seconds
+    saved: tuple[str, ...]
+    inputs: tuple[str, ...]
+    saved_bytes: int
+    input_bytes: int
+    transient_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        return self.saved_bytes + self.input_bytes
+
+    def beats(self, other: MenuPoint) -> bool:
+        """At least as good in time and bytes."""
+        return (
+            self.backward.total_s <= other.backward.total_s
+            and self.held_bytes <= other.held_bytes
+            and self.held_bytes + self.transient_bytes <= other.held_bytes + other.transient_bytes
+        )
+
+
+def menu(
+    lowered: Lowered, storage: Storage, times: NodeTimes, always: frozenset[str],
+    allowed: str | None = None,
+) -> tuple[MenuPoint, ...]:  # fmt: skip
+    """Points that no other one beats, most kept first.
+
+    `allowed`: only "none", only "full", or "selective": the points between them, if there are any.
+    """
+    block = _Block(lowered, storage, times, always)
+    none = block.point("none", everything(lowered, storage, always))
+    full = block.point("full", frozenset())
+    if allowed in ("none", "full"):
+        return (none if allowed == "none" else full,)
+    between = tuple(_interior(block, none, full))
+    if allowed == "selective":
+        return _undominated(between) or (none,)
+    return _undominated((none, *between, full))
+
+
+def everything(lowered: Lowered, storage: Storage, always: frozenset[str]) -> frozenset[str]:
+    """What backward reads of forward's values, less views of what is there anyway."""
+    makers = {name: node for node in lowered.forward for name in node.outputs}
+    wanted = [name for name in lowered.saved if name in makers and name not in always]
+    there = set(wanted) | set(lowered.block.inputs) | set(lowered.early)
+
+    def is_free(name: str) -> bool:
+        node = makers[name]
+        if not storage.is_alias(node):
+            return False
+        return all(u in there or (u in makers and is_free(u)) for u in node.inputs)
+
+    return frozenset(name for name in wanted if not is_free(name))
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What the points of one block are made from."""
+
+    lowered: Lowered
+    storage: Storage
+    times: NodeTimes
+    always: frozenset[str]
+
+    @property
+    def activations(self) -> frozenset[str]:
+        return frozenset(self.lowered.block.inputs) - self.always
+
+    def point(self, label: str, kept: frozenset[str]) -> MenuPoint:
+        """Prices a set of kept values, with the nodes that backward then runs again."""
+        lowered, storage = self.lowered, self.storage
+        backward = backward_nodes(lowered, kept, self.always)
+        held = kept_values(lowered, kept, self.always)
+        owners = dict.fromkeys(storage.owner[name] for name in held)
+        saved = tuple(o for o in owners if o not in lowered.block.inputs)
+        inputs = tuple(o for o in owners if o in self.activations)
+        return MenuPoint(
+            label, kept, self.times.total(lowered.forward), self.times.total(backward), saved,
+            inputs, storage.bytes_of(saved), storage.bytes_of(inputs),
+            max(self._forward_bytes(held), self._backward_bytes(backward, held)),
+        )  # fmt: skip
+
+    def _forward_bytes(self, held: tuple[str, ...]) -> int:
+        """Beside what is kept: working values, inputs that die here, outputs."""
+        return peak_bytes(
+            self.lowered.forward, self.storage, present=self.activations,
+            until_end=self.lowered.outputs, uncounted=[*held, *self.always, *self.lowered.early],
+        )  # fmt: skip
+
+    def _backward_bytes(self, backward: Iterable[object], held: tuple[str, ...]) -> int:
+        """Beside what is kept, which dies on the way."""
+        lowered = self.lowered
+        tangents = [tangent for _, tangent in lowered.block.tangents]
+        handed_on = [g for value, g in lowered.gradients if value not in self.always]
+        nodes = backward_nodes(lowered, frozenset(held), self.always)
+        peak = peak_bytes(
+            nodes, self.storage, present=[*held, *tangents], until_end=handed_on,
+            uncounted=[*self.always, *lowered.early],
+        )  # fmt: skip
+        return max(0, peak - self.storage.bytes_of(n for n in held if n not in self.always))
+
+
+def _interior(block: _Block, none: MenuPoint, full: MenuPoint) -> Iterable[MenuPoint]:
+    """The cheapest point within each budget."""
+    span = none.held_bytes - full.held_bytes
+    if span <= 0:
+        return
+    program = _Program(block)
+    for part in BUDGETS:
+        budget = full.held_bytes + part * span
+        try:
+            kept = program.cheapest(budget, span)
+        except Infeasible:
+            continue
+        point = block.point("", kept)
+        share = point.held_bytes / none.held_bytes
+        yield block.point(f"keep {share:.0%}", kept)
+
+
+def _undominated(points: Iterable[MenuPoint]) -> tuple[MenuPoint, ...]:
+    """Without the points that an earlier or strictly better one beats; labels are unique."""
+    found: list[MenuPoint] = []
+    ordered = list(points)
+    for i, point in enumerate(ordered):
+        rivals = [*ordered[:i], *(p for p in ordered[i + 1 :] if not point.beats(p))]
+        known = {p.label for p in found}
+        if point.label not in known and not any(rival.beats(point) for rival in rivals):
+            found.append(point)
+    return tuple(found)
+
+
+class _Program:
+    """Rows (1) to (3); solved for one budget (4) after the other."""
+
+    def __init__(self, block: _Block) -> None:
+        self.block = block
+        self.makers = {n: node for node in block.lowered.forward for n in node.outputs}
+
+    def cheapest(self, budget_bytes: float, span_bytes: float) -> frozenset[str]:
+        """The kept values of the least time within the budget; bytes decide between equals."""
+        model, lowered, storage = Model(), self.block.lowered, self.block.storage
+        rec = {node.outputs[0]: model.binary() for node in lowered.forward}
+        save: dict[str, Variable] = {}
+        keep: dict[str, Variable] = {}
+
+        def keep_of(owner: str) -> Variable:
+            if owner not in keep:
+                keep[owner] = model.binary()
+            return keep[owner]
+
+        for name in self.makers:
+            if name in storage.owner and storage.owner[name] not in lowered.block.inputs:
+                save[name] = model.binary()
+                model.constrain([(1.0, keep_of(storage.owner[name])), (-1.0, save[name])], 0)  # (3)
+
+        def present(name: str) -> list[tuple[float, Variable]]:
+            terms = [(1.0, rec[self.makers[name].outputs[0]])]
+            return [*terms, (1.0, save[name])] if name in save else terms
+
+        for name in self._read():
+            if name in self.makers:
+                model.constrain(present(name), 1)  # (1)
+            elif name in self.block.activations:
+                model.constrain([(1.0, keep_of(name))], 1)
+        for node in lowered.forward:
+            again = rec[node.outputs[0]]
+            for name in node.inputs:
+                if name in self.makers:
+                    model.constrain([*present(name), (-1.0, again)], 0)  # (2)
+                elif name in self.block.activations:
+                    model.constrain([(1.0, keep_of(name)), (-1.0, again)], 0)  # (3)
+        sizes = [(float(storage.size_bytes[owner]), v) for owner, v in keep.items()]
+        model.constrain(sizes, upper=budget_bytes)  # (4)
+        seconds = [
+            (self.block.times.of[node.outputs[0]].total_s, rec[node.outputs[0]])
+            for node in lowered.forward
+        ]
+        tie_s = 1e-3 * sum(s for s, _ in seconds) / max(span_bytes, 1.0)
+        model.minimise([*seconds, *((tie_s * size, v) for size, v in sizes)])
+        solution = model.solve(1e-4)
+        return self._decoded(solution, save, rec)
+
+    def _read(self) -> tuple[str, ...]:
+        return tuple(n for n in self.block.lowered.saved if n not in self.block.always)
+
+    def _decoded(
+        self, solution: Solution, save: dict[str, Variable], rec: dict[str, Variable]
+    ) -> frozenset[str]:
+        """Saved values that backward needs once the recomputed ones are there."""
+        chosen = frozenset(name for name, v in save.items() if solution[v] > 0.5)
+        held = kept_values(self.block.lowered, chosen, self.block.always)
+        return frozenset(name for name in held if name in self.makers)

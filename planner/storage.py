@@ -1,0 +1,95 @@
+"""Which values of a lowered block share memory: views lie in the storage of what they view.
+
+Input: a `Lowered` block. Output: for every value the value that owns its storage. A view whose
+strides do not allow it (heads merged after a transpose) is a copy, and owns its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ir.graph import Node, TensorType, references
+from ir.lower import Lowered
+from ir.ops import op_def
+
+_STRIDED: dict[str, Callable[[Tensor, Node, tuple[int, ...]], Tensor]] = {
+    "view": lambda x, node, shape: x.view(shape),
+    "expand": lambda x, node, shape: x.expand(shape),
+    "permute": lambda x, node, shape: x.permute(node.args[1]),
+    "slice.Tensor": lambda x, node, shape: torch.ops.aten.slice.Tensor(x, *node.args[1:]),
+    "select.int": lambda x, node, shape: torch.ops.aten.select.int(x, *node.args[1:]),
+    "view_as_real.default": lambda x, node, shape: torch.view_as_real(x),
+    "view_as_complex.default": lambda x, node, shape: torch.view_as_complex(x),
+}
+
+
+@dataclass(frozen=True)
+class Storage:
+    """`owner` of every value, and the bytes of every owner."""
+
+    owner: dict[str, str]
+    size_bytes: dict[str, int]
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        """The bytes that hold these values, each storage once."""
+        return sum(self.size_bytes[o] for o in dict.fromkeys(self.owner[n] for n in names))
+
+    def is_alias(self, node: Node) -> bool:
+        """Whether a node only looks at the memory of its operand."""
+        return self.owner[node.outputs[0]] != node.outputs[0]
+
+
+def storage_of(lowered: Lowered) -> Storage:
+    """Follows strides, on tensors without data, through all nodes of a block."""
+    types = lowered.types
+    shapes: dict[str, Tensor] = {}
+    owner: dict[str, str] = {}
+    for name in (*lowered.block.inputs, *(t for _, t in lowered.block.tangents), *lowered.early):
+        if name in types:
+            shapes[name], owner[name] = _contiguous(types[name]), name
+    for node in (*lowered.forward, *lowered.backward):
+        viewed = _viewed(node, shapes, types)
+        if viewed is not None:
+            source = next(references(node.args)).name
+            shapes[node.outputs[0]], owner[node.outputs[0]] = viewed, owner[source]
+            continue
+        for name in node.outputs:
+            if name in types:
+                shapes[name], owner[name] = _like_operand(node, types[name], shapes), name
+    return Storage(owner, {name: types[name].bytes(1) for name in set(owner.values())})
+
+
+def _contiguous(kind: TensorType) -> Tensor:
+    return torch.empty(_sizes(kind), dtype=getattr(torch, kind.dtype), device="meta")
+
+
+def _sizes(kind: TensorType) -> tuple[int, ...]:
+    return tuple(int(size) for size in kind.shape)
+
+
+def _viewed(node: Node, shapes: dict[str, Tensor], types: dict[str, TensorType]) -> Tensor | None:
+    """The result as a view of the operand; None if it is a new tensor."""
+    rule = _STRIDED.get(node.op)
+    if rule is None or node.outputs[0] not in types:
+        return None
+    shape = _sizes(types[node.outputs[0]])
+    try:
+        found = rule(shapes[next(references(node.args)).name], node, shape)
+    except RuntimeError:
+        return None
+    return found if tuple(found.shape) == shape else None
+
+
+def _like_operand(node: Node, kind: TensorType, shapes: dict[str, Tensor]) -> Tensor:
+    """Elementwise results keep the order of dims in memory of an operand of the same shape."""
+    if op_def(node.op).kind == "memory" and "." in node.op:
+        for ref in references((node.args, node.kwargs)):
+            operand: Any = shapes[ref.name]
+            if tuple(operand.shape) == _sizes(kind):
+                return torch.empty_like(operand, dtype=getattr(torch, kind.dtype))
+    return _contiguous(kind)

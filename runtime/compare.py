@@ -1,0 +1,228 @@
+"""Compares an emitted program, all ranks as threads, with the plain model, step by step.
+
+Input: an imported program with its layout, a model with its batch, and the number of steps.
+Output: a `Comparison`: relative differences of the losses, the gradients of the first step and
+the tensors after the last, and whether all replicas are bit-equal. `widened` makes the float64
+copy of a model on which the comparison is meaningful to 1e-9.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from runtime.trainer import Trainer, run_threads
+
+TOLERANCE = 1e-9
+"""Relative difference, in float64, up to which numbers count as equal."""
+NEGLIGIBLE = 1e-6
+"""A tensor is compared relative to its own size, but at least to this part of the largest."""
+
+WIDE = {
+    torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+}  # fmt: skip
+
+
+class PromoteCasts(TorchFunctionMode):
+    """While active, casts to a narrower floating type go to float64."""
+
+    CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.CASTS:
+            return args[0].double()
+        args = tuple(_wide_dtype(a) for a in args)
+        return func(*args, **{key: _wide_dtype(a) for key, a in (kwargs or {}).items()})
+
+
+def _wide_dtype(argument: Any) -> Any:
+    return WIDE.get(argument, argument) if isinstance(argument, torch.dtype) else argument
+
+
+def widened(model: nn.Module) -> nn.Module:
+    """A copy of the model with every floating parameter and buffer in float64."""
+    wide = copy.deepcopy(model)
+    for tensor in (*wide.parameters(), *wide.buffers()):
+        tensor.data = tensor.data.to(WIDE.get(tensor.dtype, tensor.dtype))
+    return wide
+
+
+def widened_batch(tree: Any) -> Any:
+    """The arguments with every floating tensor in float64."""
+    match tree:
+        case Tensor():
+            return tree.to(WIDE.get(tree.dtype, tree.dtype))
+        case dict():
+            return {key: widened_batch(value) for key, value in tree.items()}
+        case list() | tuple():
+            return type(tree)(widened_batch(item) for item in tree)
+        case _:
+            return tree
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a few training steps gave: losses, first gradients, tensors at the end."""
+
+    losses: tuple[float, ...]
+    gradients: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+    unequal_replicas: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Relative differences; `worst` names the tensor with the largest."""
+
+    loss_rel_err: float
+    grad_rel_err: float
+    param_rel_err: float
+    worst: str
+    unequal_replicas: tuple[str, ...]
+    tolerance: float = TOLERANCE
+
+    @property
+    def status(self) -> str:
+        errors = (self.loss_rel_err, self.grad_rel_err, self.param_rel_err)
+        good = all(error <= self.tolerance for error in errors) and not self.unequal_replicas
+        return "ok" if good else "mismatch"
+
+    def to_json(self) -> dict[str, Any]:
+        reason = None
+        if self.unequal_replicas:
+            reason = f"replicas differ: {', '.join(self.unequal_replicas[:5])}"
+        return {
+            "loss_rel_err": self.loss_rel_err, "grad_rel_err": self.grad_rel_err,
+            "param_rel_err": self.param_rel_err, "worst": self.worst, "reason": reason,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Training:
+    """How both sides are trained."""
+
+    steps: int = 2
+    lr: float = 1e-2
+    clip_norm: float | None = 1.0
+    optimizer: str = "adamw"
+
+
+def run_plain(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    loss_of: Callable[[Any], Tensor], training: Training, *, promote: bool = True,
+) -> Run:  # fmt: skip
+    """Trains a copy of the plain model in this thread, with its casts promoted."""
+    own = copy.deepcopy(model)
+    own.train(model.training)
+    kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    trained = [p for p in own.parameters() if p.requires_grad]
+    optimizer = kinds[training.optimizer](trained, lr=training.lr) if trained else None
+    losses, gradients = [], {}
+    for step in range(training.steps):
+        loss = _forward(own, args, kwargs, loss_of, promote)
+        own.zero_grad(set_to_none=True)
+        loss.backward()
+        losses.append(loss.item())
+        if step == 0:
+            gradients = _gradients(own)
+        if training.clip_norm is not None and trained:
+            torch.nn.utils.clip_grad_norm_(trained, training.clip_norm)
+        if optimizer is not None:
+            optimizer.step()
+    return Run(tuple(losses), gradients, _tensors(own))
+
+
+def _forward(model: nn.Module, args: Any, kwargs: Any, loss_of: Any, promote: bool) -> Tensor:
+    if not promote:
+        return loss_of(model(*args, **kwargs))
+    with PromoteCasts():
+        return loss_of(model(*args, **kwargs))
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    named = [*model.named_parameters(remove_duplicate=False),
+             *model.named_buffers(remove_duplicate=False)]  # fmt: skip
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def run_program(
+    program: ModuleType, layout: Mapping[str, Any], model: nn.Module, args: tuple[Any, ...],
+    kwargs: Mapping[str, Any], training: Training,
+) -> Run:  # fmt: skip
+    """Trains the emitted program on all its ranks, as threads."""
+    mesh = layout["mesh"]
+    ranks = mesh["pipeline"] * mesh["data"] * mesh["tensor"]
+
+    def train(trainer: Trainer) -> Run:
+        losses, gradients = [], {}
+        for step in range(training.steps):
+            losses.append(trainer.step(*args, **kwargs).item())
+            if step == 0:
+                gradients = {name: g.clone() for name, g in trainer.gradients().items()}
+        unequal = tuple(trainer.replica_differences())
+        return Run(tuple(losses), gradients, trainer.gather(), unequal)
+
+    runs = run_threads(
+        layout, program, model, ranks, train, optimizer=training.optimizer,
+        optimizer_options={"lr": training.lr}, clip_norm=training.clip_norm, keep_gradients=True,
+    )  # fmt: skip
+    return runs[0]
+
+
+def compare(found: Run, wanted: Run, *, tolerance: float = TOLERANCE) -> Comparison:
+    """Relative differences of two runs; a gradient that only one has counts as infinite."""
+    loss = max(
+        (abs(a - b) / max(abs(b), 1e-300) for a, b in zip(found.losses, wanted.losses, strict=True)),
+        default=0.0,
+    )
+    grad, worst_grad = _worst(found.gradients, wanted.gradients)
+    param, worst_param = _worst(found.tensors, wanted.tensors)
+    name = worst_grad if grad >= param else worst_param
+    loss = loss if all(map(_finite, found.losses)) else float("inf")
+    return Comparison(loss, grad, param, name, found.unequal_replicas, tolerance)
+
+
+def _finite(value: float) -> bool:
+    return abs(value) != float("inf") and value == value
+
+
+def _worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
+    """(largest relative difference, its tensor). The scale of a tensor is its largest entry."""
+    scale = max((_largest(t) for t in wanted.values()), default=0.0) * NEGLIGIBLE
+    errors = {}
+    for name in {**found, **wanted}:
+        if name not in found or name not in wanted:
+            given = found.get(name, wanted.get(name))
+            errors[name] = float("inf") if given is not None and _largest(given) else 0.0
+            continue
+        a, b = found[name], wanted[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            errors[name] = float("inf")
+        elif a.is_floating_point() or a.is_complex():
+            difference = _largest(a - b)
+            errors[name] = difference / max(_largest(b), scale, 1e-300) if difference else 0.0
+        else:
+            errors[name] = 0.0 if torch.equal(a, b) else float("inf")
+    errors = {n: e if e == e else float("inf") for n, e in errors.items()}
+    worst = max(errors, key=lambda n: errors[n], default="")
+    return (errors[worst], worst) if errors else (0.0, "")
+
+
+def _largest(tensor: Tensor) -> float:
+    if not tensor.numel():
+        return 0.0
+    wide = tensor.abs() if not tensor.dtype == torch.bool else tensor.int()
+    return float(wide.max())

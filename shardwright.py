@@ -12,23 +12,31 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from codegen import Program, compile, emit
+from codegen import Program, emit, load
 from ir.cluster import Cluster
-from ir.errors import Refused, ShardwrightError, UsageError
+from ir.errors import ShardwrightError, UsageError
 from ir.graph import Graph
 from ir.plan import Plan
-from ir.trace import trace
+from ir.promote import promote
+from ir.trace import find_loss, trace
 from planner import plan as plan_graph
 from runtime.batch import tensor_leaves
-from runtime.compare import compare
+from runtime.compare import (
+    Run,
+    Training,
+    compare,
+    run_plain,
+    run_program,
+    widened,
+    widened_batch,
+)
 from runtime.launch import launch
 from runtime.models import Loaded, load_model
+from runtime.trainer import connect
 
 __all__ = [
     "Cluster",
@@ -68,7 +76,38 @@ def plan(
     """
     args, kwargs = _arguments(batch)
     graph = trace(model, args, kwargs, loss=loss)
-    return plan_graph(graph, cluster, global_batch=global_batch, pin=pin)
+    return replace(plan_graph(graph, cluster, global_batch=global_batch, pin=pin), graph=graph)
+
+
+def compile(  # noqa: A001  (the public name, as in torch.compile)
+    model: Any,
+    plan: Plan,
+    batch: Any = None,
+    *,
+    loss: Callable[[Any], Any] | None = None,
+    **options: Any,
+) -> Callable[[Any], Any]:
+    """Under torchrun: this rank's share of `model`, and a function from a batch to the loss.
+
+    The function takes the global batch, in the form that `plan` was given, on every rank; its
+    `trainer` attribute has gradients, metrics and `write_back`. A plan that was loaded from a file
+    needs an example `batch` (and `loss`) to trace the model again. `options` go to
+    `runtime.trainer.connect`: optimizer="adamw", optimizer_options, clip_norm, seed, device.
+    """
+    graph = plan.graph
+    if graph is None:
+        if batch is None:
+            raise UsageError("a plan from a file holds no model: give compile an example batch")
+        graph = trace(model, *_arguments(batch), loss=loss)
+    module, layout = load(emit(graph, plan))
+    trainer = connect(module, layout, model, **options)
+
+    def step(batch: Any) -> Any:
+        args, kwargs = _arguments(batch)
+        return trainer.step(*args, **kwargs)
+
+    step.trainer = trainer
+    return step
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -90,10 +129,10 @@ def check(
     `devices`. A result has status ("ok", "mismatch" or "refused"), plan, loss_rel_err,
     grad_rel_err, param_rel_err, worst and reason.
     """
-    graph = _trace(loaded)
+    checker = _Checker(loaded, steps)
     pin = dict(pin or {})
     meshes = [{}] if pin.keys() & {"pipeline", "data", "tensor"} else list(_meshes(devices))
-    return [_check_one(loaded, graph, devices, pin | mesh, steps) for mesh in meshes]
+    return [checker.check(devices, pin | mesh) for mesh in meshes]
 
 
 def _meshes(devices: int) -> Iterator[dict[str, int]]:
@@ -104,18 +143,38 @@ def _meshes(devices: int) -> Iterator[dict[str, int]]:
                 yield {"pipeline": pipeline, "data": data, "tensor": tensor}
 
 
-def _check_one(
-    loaded: Loaded, graph: Graph, devices: int, pin: dict[str, Any], steps: int
-) -> dict[str, Any]:
-    cluster, rows = Cluster.local(devices), _rows(loaded, graph)
-    try:
-        chosen = plan_graph(graph, cluster, global_batch=rows, pin=pin)
-        program = emit(graph, chosen)
-    except ShardwrightError as error:
-        asked = " ".join(f"{key}={value}" for key, value in pin.items())
-        return UNKNOWN | {"status": "refused", "plan": asked, "reason": _paragraph(error)}
-    found = compare(program, loaded, steps=steps)
-    return UNKNOWN | {"status": found.status, "plan": str(chosen.mesh), **found.to_json()}
+class _Checker:
+    """Compares programs of one model with it, both in float64 with the model's casts promoted.
+
+    Where the model drops out, masks come from the program's counter, so the program for one device
+    stands for the plain model.
+    """
+
+    def __init__(self, loaded: Loaded, steps: int) -> None:
+        self.graph = promote(_trace(loaded))
+        self.rows = _rows(loaded, self.graph)
+        self.training = Training(steps)
+        self.model = widened(loaded.model)
+        self.batch = widened_batch(loaded.args), widened_batch(loaded.kwargs)
+        nodes = (node for block in self.graph.blocks for node in block.nodes)
+        if any(node.op == "dropout" for node in nodes):
+            self.plain = self.run(plan_graph(self.graph, Cluster.local(1), global_batch=self.rows))
+        else:
+            loss = loaded.loss or find_loss
+            self.plain = run_plain(self.model, *self.batch, loss, self.training)
+
+    def run(self, chosen: Plan) -> Run:
+        return run_program(*load(emit(self.graph, chosen)), self.model, *self.batch, self.training)
+
+    def check(self, devices: int, pin: Mapping[str, Any]) -> dict[str, Any]:
+        cluster = Cluster.local(devices)
+        try:
+            chosen = plan_graph(self.graph, cluster, global_batch=self.rows, pin=dict(pin))
+            found = compare(self.run(chosen), self.plain)
+        except ShardwrightError as error:
+            asked = " ".join(f"{key}={value}" for key, value in pin.items())
+            return UNKNOWN | {"status": "refused", "plan": asked, "reason": _paragraph(error)}
+        return UNKNOWN | {"status": found.status, "plan": str(chosen.mesh), **found.to_json()}
 
 
 def _trace(loaded: Loaded) -> Graph:
@@ -129,7 +188,7 @@ def _rows(loaded: Loaded, graph: Graph) -> int:
     for item in graph.inputs:
         if item.batch_dim is not None:
             return leaves[item.index].shape[item.batch_dim]
-    raise Refused(f"{loaded.name} has no input with a batch dimension: there is nothing to split")
+    return leaves[0].shape[0] if leaves[0].dim() else 1
 
 
 # The command line
@@ -209,7 +268,7 @@ def _check_command(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({**worst, "combinations": results} if len(results) > 1 else worst))
     else:
-        Console().print(_check_table(loaded, results))
+        print("\n".join(_check_lines(loaded, results)))
     return {"ok": OK, "mismatch": DIFFERENT, "refused": REFUSED}[worst["status"]]
 
 
@@ -219,16 +278,16 @@ def _badness(result: Mapping[str, Any]) -> tuple[int, float]:
     return ["refused", "ok", "mismatch"].index(result["status"]), max(errors)
 
 
-def _check_table(loaded: Loaded, results: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title=f"{loaded.name}: relative difference from the plain model, in float64")
-    table.add_column("plan", no_wrap=True)
-    for heading in ("status", "loss", "gradients", "parameters", "worst or reason"):
-        table.add_column(heading)
+def _check_lines(loaded: Loaded, results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield f"{loaded.name}: relative difference from the plain model, in float64"
     for result in results:
-        shown = ["" if result[key] is None else f"{result[key]:.1e}" for key in ERRORS]
-        why = result["reason"] or result["worst"] or ""
-        table.add_row(result["plan"], result["status"], *shown, why)
-    return table
+        head = f"{result['plan']:<28}  {result['status']:<8}"
+        if result["loss_rel_err"] is None:
+            yield f"{head}  {result['reason']}"
+            continue
+        loss, gradients, parameters = (result[key] for key in ERRORS)
+        why = result["reason"] or f"worst: {result['worst']}"
+        yield f"{head}  loss {loss:.1e}  gradients {gradients:.1e}  parameters {parameters:.1e}  {why}"
 
 
 def _decide(options: argparse.Namespace) -> tuple[Loaded, Graph, Plan]:

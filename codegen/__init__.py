@@ -1,6 +1,6 @@
 """Writes the program that a plan stands for: a folder of readable Python that uses `runtime`."""
 
 from codegen.emit import Program, emit
-from codegen.load import compile
+from codegen.load import load
 
-__all__ = ["Program", "compile", "emit"]
+__all__ = ["Program", "emit", "load"]

@@ -1,7 +1,7 @@
-"""Turns an emitted program into a running trainer, in this process.
+"""Imports an emitted program into this process, without leaving files behind.
 
-Input: a model, its plan and, under torchrun, the process' rank. Output: the trainer of the emitted
-module. The program is imported like any module; `runtime` is named by the program, not here.
+Input: a `Program`. Output: the module of its program.py, and its layout tables. The program names
+`runtime` itself; nothing here does.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ import importlib.util
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from codegen.emit import Program, emit
-from ir.graph import Graph
-from ir.plan import Plan
+from codegen.emit import Program
 
 
 def load(program: Program) -> tuple[ModuleType, dict[str, Any]]:
@@ -34,11 +31,3 @@ def load(program: Program) -> tuple[ModuleType, dict[str, Any]]:
         sys.modules[name] = module
         spec.loader.exec_module(module)
     return module, layout
-
-
-def compile(  # noqa: A001  (the public name, as in torch.compile)
-    graph: Graph, plan: Plan, model: Any, connect: Callable[..., Any], **options: Any
-) -> Any:
-    """Emits, imports and connects: `connect(module, layout, model, **options)` is the runtime's."""
-    module, layout = load(emit(graph, plan))
-    return connect(module, layout, model, **options)

@@ -6,14 +6,15 @@ programs use themselves, and unique within its `Namer`.
 
 from __future__ import annotations
 
+import builtins
 import keyword
 import re
 
 RESERVED = frozenset(
     "torch ops ctx w g x y dx dy saved mesh data tensor pipeline all_reduce all_gather "
     "reduce_scatter all_to_all shard first dropout Stage SimpleNamespace range reversed len zip "
-    "float int list tuple i True False None self math".split()
-)
+    "i call early kept self".split()
+) | frozenset(dir(builtins))
 
 
 def identifier(text: str, *, default: str = "value") -> str:

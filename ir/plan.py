@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -98,7 +98,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All decisions for one model on one cluster; see the module's docstring."""
+    """All decisions for one model on one cluster; see the module's docstring.
+
+    `graph` is the traced model, where the plan was made in this process; it is not saved.
+    """
 
     model: str
     signature: str
@@ -113,6 +116,7 @@ class Plan:
     prediction: Prediction
     approximations: tuple[str, ...] = ()
     text: str = ""
+    graph: Graph | None = field(default=None, compare=False, repr=False)
 
     @property
     def degrees(self) -> Degrees:
@@ -127,13 +131,15 @@ class Plan:
         return f"plan {self.hash}   {self.text}"
 
     def to_json(self) -> dict[str, Any]:
-        value = asdict(replace(self, cluster=None))  # type: ignore[arg-type]
-        value["cluster"] = self.cluster.to_json()
-        return {"format": FORMAT, "hash": self.hash, **value}
+        return {"format": FORMAT, "hash": self.hash, **self._content()}
+
+    def _content(self) -> dict[str, Any]:
+        value = asdict(replace(self, cluster=None, graph=None))  # type: ignore[arg-type]
+        del value["graph"]
+        return {**value, "cluster": self.cluster.to_json()}
 
     def _body(self) -> str:
-        value = asdict(replace(self, cluster=None))  # type: ignore[arg-type]
-        return json.dumps({**value, "cluster": self.cluster.to_json()}, sort_keys=True)
+        return json.dumps(self._content(), sort_keys=True)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, whole or not at all."""

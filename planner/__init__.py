@@ -1,1 +1,5 @@
-"""Decides: sharding, stages, recompute and schedule for a traced model on a cluster."""
+"""The planner: from a traced graph and a cluster to a `Plan`."""
+
+from planner.search import plan
+
+__all__ = ["plan"]

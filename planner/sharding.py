@@ -33,6 +33,8 @@ from planner.cost import CostModel
 from planner.ports import Port, Ports, connect, divides, options
 from planner.solver import Model, Solution, Variable
 
+HELD_TENSORS = 3
+"""A parameter and two tensors of optimizer state; its gradient is priced where it is made."""
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -62,7 +64,8 @@ def shard(
     graph: Graph, kinds: tuple[Variant, ...], degrees: Degrees, cost: CostModel,
     *, byte_price_s: float = 0.0, gap: float = 0.001,
 ) -> ShardingResult:  # fmt: skip
-    """The cheapest sharding. `byte_price_s`: seconds charged per byte of parameters held."""
+    """The cheapest sharding. `byte_price_s`: seconds per byte of parameters, gradients and
+    optimizer state held."""
     return _Search(graph, kinds, degrees, cost, byte_price_s).solve(gap)
 
 
@@ -104,8 +107,9 @@ class _Search:
                     kind = types[name]
                     size = kind.type.bytes(self.degrees.batch)
                     size /= self.degrees.tensor if isinstance(place, Shard) else 1
+                    kept = size * (HELD_TENSORS if kind.trainable else 1)
                     update = self.cost.optimizer_s(size, 2 * size) if kind.trainable else 0.0
-                    price += update / self.degrees.micro_batches + size * self.byte_price_s
+                    price += update / self.degrees.micro_batches + kept * self.byte_price_s
                 self.program.cost.append((price, variable))
             self.program.layouts[number] = row
             self.program.model.constrain([(1.0, v) for _, v in row], 1, 1)
@@ -241,12 +245,22 @@ class _Search:
         for value, gradient in block.gradients:
             once = self._is_state(number, value)
             kind = "value" if once else "gradient"
+            if once and self.byte_price_s:
+                self._price_accumulator(number, gradient, weight)
             target = {
                 p: [v]
                 for p, v in self.program.layouts[self.ports.of_value[number, kind, value]]
             }
             share = weight / self.degrees.micro_batches if once else weight
             self._link(number, gradient, self.have[gradient], target, True, share)
+
+    def _price_accumulator(self, number: int, gradient: str, weight: float) -> None:
+        """A gradient is accumulated in the layout it is made in: only a cut makes it smaller."""
+        size = self.kinds[number].block.types[gradient].bytes(self.degrees.batch)
+        for place, variables in self.have[gradient].items():
+            share = self.degrees.tensor if isinstance(place, Shard) else 1
+            price = weight * size / share * self.byte_price_s
+            self.program.cost += [(price, v) for v in variables]
 
     def _is_state(self, number: int, name: str) -> bool:
         call = self.graph.calls[self.kinds[number].calls[0]]

@@ -5,5 +5,6 @@ set, cut into segments, and each distinct segment is differentiated once.
 """
 
 from ir.trace.build import trace
+from ir.trace.step import find_loss
 
-__all__ = ["trace"]
+__all__ = ["find_loss", "trace"]

@@ -7,7 +7,6 @@ gradient.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ def trace(
     `CaptureError` with the module and source line of what can't be captured.
     """
     kwargs = dict(kwargs or {})
-    leaves, batch = leaves_of(_named_arguments(model, args), kwargs)
+    leaves, batch = leaves_of(model, args, kwargs)
     step = Step(model, args, kwargs, loss)
     title = name or type(model).__name__
     first = None
@@ -56,12 +55,6 @@ def trace(
             first = first or error
     assert first is not None
     raise first
-
-
-def _named_arguments(model: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
-    names = list(inspect.signature(model.forward).parameters)
-    names += [f"input_{i}" for i in range(len(names), len(args))]
-    return dict(zip(names, args, strict=False))
 
 
 def _batch_guesses(leaves: list[Leaf]) -> list[list[Leaf]]:
@@ -272,7 +265,7 @@ class _Builder:
                 continue
             if node not in outputs:
                 outputs.append(node)
-                results.append(self.namer(user.name))
+                results.append(self.namer(self._result_name(node, body, record)))
             values[user] = results[outputs.index(node)]
         for holder, node in body.updates.items():
             place = next(n for n in holders if n.name == holder)
@@ -282,7 +275,8 @@ class _Builder:
             word = self._origin(place, body, "block.", record.path)
             self.updates[word] = results[outputs.index(node)]
         names = [
-            self._local_name(a, record.path) if n.name not in body.inputs else n.name
+            self._local_name(a, record.path)
+            if n.name not in body.inputs else record.names[body.inputs[n.name]]
             for n, a in zip(inputs, arguments, strict=True)
         ]  # fmt: skip
         held = [self._held(a) for a in arguments]
@@ -291,6 +285,15 @@ class _Builder:
             _Piece(Segment(tuple(nodes), inputs, tuple(outputs)), body.sizes, held, arguments,
                    results, record.path, name, names)
         )  # fmt: skip
+
+    @staticmethod
+    def _result_name(node: fx.Node, body: Capture, record: Record) -> str:
+        """A result is named like the argument of its type: `hidden_states` stays that."""
+        kind = tensor_type(node.meta["val"], body.sizes)
+        for holder in body.graph.nodes:
+            if holder.name in body.inputs and tensor_type(holder.meta["val"], body.sizes) == kind:
+                return record.names[body.inputs[holder.name]]
+        return record.path.rsplit(".", 1)[0] + "_out"
 
     def _held(self, value: str) -> str:
         """What kind of value an input is: equal pieces must agree in it."""

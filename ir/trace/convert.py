@@ -7,6 +7,7 @@ expressions in `BATCH`, dead nodes are dropped, and nodes are ordered forward th
 from __future__ import annotations
 
 import operator
+import re
 from typing import Any
 
 import sympy
@@ -17,7 +18,7 @@ from ir.graph import Block, Node, Ref, Source, TensorType
 from ir.names import Namer
 from ir.trace.adapters import expression
 from ir.trace.capture import OWN_HOME, TORCH_HOME
-from ir.trace.normal import FILLS, IDENTITY, VIEW, aten
+from ir.trace.normal import FILLS, IDENTITY, NEUTRAL, VIEW, WHOLE, aten
 
 DROPPED = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
 
@@ -60,6 +61,20 @@ def source_of(node: fx.Node) -> Source:
     return Source(path)
 
 
+def renamed(node: Node, swap: dict[str, str]) -> Node:
+    """The node with other names for its values."""
+
+    def argument(item: Any) -> Any:
+        if isinstance(item, Ref):
+            return Ref(swap.get(item.name, item.name))
+        return tuple(map(argument, item)) if isinstance(item, tuple) else item
+
+    return Node(
+        node.op, argument(node.args), argument(node.kwargs),
+        tuple(swap.get(name, name) for name in node.outputs), node.source,
+    )  # fmt: skip
+
+
 class Converter:
     """One conversion; see the module's docstring."""
 
@@ -92,6 +107,7 @@ class Converter:
         ]  # fmt: skip
 
     def block(self, name: str) -> Block:
+        self._name_gradients()
         forward = self._needed([*self.outputs])
         backward = [
             node for node in self._needed([grad for _, grad in self.gradients])
@@ -104,6 +120,18 @@ class Converter:
             tuple(self.tangents), tuple(self.gradients),
             {n: t for n, t in self.types.items() if n in kept},
         )  # fmt: skip
+
+    def _name_gradients(self) -> None:
+        """Renames tangents and gradients after what they are the gradient of: `d_weight`."""
+        swap: dict[str, str] = {}
+        fixed = {*self.inputs, *self.outputs}
+        for of, name in (*self.tangents, *self.gradients):
+            if name not in swap and name not in fixed:
+                swap[name] = self.namer(f"d_{of}")
+        self.tangents = [(of, swap.get(name, name)) for of, name in self.tangents]
+        self.gradients = [(of, swap.get(name, name)) for of, name in self.gradients]
+        self.types = {swap.get(name, name): kind for name, kind in self.types.items()}
+        self.nodes = [renamed(node, swap) for node in self.nodes]
 
     def _needed(self, roots: list[str]) -> list[Node]:
         """The nodes that the roots depend on, in order."""
@@ -142,6 +170,11 @@ class Converter:
         self._emit(node, value)
 
     def _is_noop(self, node: fx.Node, value: Any) -> bool:
+        neutral = NEUTRAL.get(node.target)
+        if neutral is not None and len(node.args) == 2 and not node.kwargs:
+            x, other = node.args
+            plain = isinstance(x, fx.Node) and type(other) in (int, float) and other == neutral
+            return plain and tensor_type(value, self.sizes) == self.types[self.names[x]]
         shape_only = node.target in VIEW or node.target in (
             aten.expand.default, aten._to_copy.default, aten.slice.Tensor)  # fmt: skip
         if not shape_only or not isinstance(node.args[0], fx.Node):
@@ -150,9 +183,9 @@ class Converter:
 
     def _emit(self, node: fx.Node, value: Any) -> None:
         results = [value] if isinstance(value, Tensor) else list(value)
+        word = self._word(node)
         outputs = tuple(
-            self.namer(node.name if len(results) == 1 else f"{node.name}_{i}")
-            for i in range(len(results))
+            self.namer(word if len(results) == 1 else f"{word}_{i}") for i in range(len(results))
         )
         for name, result in zip(outputs, results, strict=True):
             if isinstance(result, Tensor):
@@ -164,6 +197,14 @@ class Converter:
             self.names[node] = outputs[0]
         else:
             self.tuples[node] = outputs
+
+    def _word(self, node: fx.Node) -> str:
+        """A product or sum made by a module is named after the module, else after the operation."""
+        base = re.sub(r"_\d+$", "", node.name)
+        if str(node.target).split(".")[1] not in ("einsum", "add", "embedding", "convolution"):
+            return base
+        owner = source_of(node).module.rsplit(".", 1)[-1]
+        return owner if owner and not owner.isdigit() and node.meta.get("nn_module_stack") else base
 
     def _normal(self, node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
         target, args = node.target, node.args
@@ -181,11 +222,22 @@ class Converter:
             dims = args[1] if target is aten.sum.dim_IntList and len(args) > 1 else None
             dims = sorted(d % rank for d in dims) if dims else list(range(rank))
             return "sum", (args[0], dims, bool(len(args) > 2 and args[2])), dict(node.kwargs)
+        if target in (aten.slice.Tensor, aten.slice_backward.default):
+            args = self._bounded(node)
         schema = target._schema
         if schema.name.startswith("shardwright::"):
             return schema.name.removeprefix("shardwright::"), args, dict(node.kwargs)
         overload = schema.overload_name or "default"
         return f"{schema.name.removeprefix('aten::')}.{overload}", args, dict(node.kwargs)
+
+    def _bounded(self, node: fx.Node) -> tuple[Any, ...]:
+        """Slice arguments with `to the end` spelled as the dim's size."""
+        args = list(node.args)
+        place = 3 if node.target is aten.slice.Tensor else 4
+        if len(args) > place and isinstance(args[place], int) and args[place] == WHOLE:
+            whole = args[0] if place == 3 else node
+            args[place] = size_in_batch(whole.meta["val"].shape[args[place - 2]], self.sizes)
+        return tuple(args)
 
     @staticmethod
     def _fill_value(node: fx.Node) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ir.trace.adapters import flatten, unflatten
 from ir.trace.library import CALL_SIGNATURE
+from ir.trace.step import named_tensors
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
@@ -82,6 +83,12 @@ class Record:
         return unflatten(
             [next(supply) if isinstance(x, Tensor) else x for x in self.leaves], self.spec
         )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the input tensors, after the parameters of the member's forward."""
+        args, kwargs = unflatten(self.leaves, self.spec)
+        return [name for name, _ in named_tensors(self.module, args, kwargs)]
 
     @property
     def variant(self) -> tuple[Any, ...]:

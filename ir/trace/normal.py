@@ -70,3 +70,9 @@ FILLS: dict[Any, float | None] = {
     aten.scalar_tensor.default: None, aten.fill.Scalar: None,
 }  # fmt: skip
 """Constant fills and their value; None where the value is an argument. Empty reads as zero."""
+
+NEUTRAL: dict[Any, int] = {
+    aten.add.Tensor: 0, aten.sub.Tensor: 0, aten.mul.Tensor: 1, aten.div.Tensor: 1,
+    aten.pow.Tensor_Scalar: 1, aten.mul.Scalar: 1, aten.add.Scalar: 0,
+}  # fmt: skip
+"""Second operands that leave the first as it is."""

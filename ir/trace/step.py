@@ -7,6 +7,7 @@ the tensor leaves of the arguments to `[loss, *metrics]`, and `Leaf` facts about
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,10 +93,24 @@ def scalars(output: Any) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Leaf], int]:
+def named_tensors(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, Tensor]]:
+    """Tensor leaves of the arguments in flattening order, named after parameter or last key."""
+    names = list(inspect.signature(module.forward).parameters)
+    names += [f"input_{i}" for i in range(len(names), len(args))]
+    found: list[tuple[str, Tensor]] = []
+    for name, value in zip(names, args, strict=False):
+        _collect(name, value, found)
+    _collect("", kwargs, found)
+    return found
+
+
+def leaves_of(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Leaf], int]:
     """Tensor leaves with their presumed batch dim 0, and the batch size of the example."""
-    tensors: list[tuple[str, Tensor]] = []
-    _collect("", (args, kwargs), tensors)
+    tensors = named_tensors(module, args, kwargs)
     with_dims = [t for _, t in tensors if t.dim()]
     if not with_dims:
         raise CaptureError("the example arguments hold no tensor with a batch dim.")

@@ -1,0 +1,65 @@
+"""What a plan simplifies, in words.
+
+Input: the workload and the evaluated candidate. Output: notes: operations that run whole because
+no rule says how to cut them, large parameters that every rank holds, and the kind of cost model.
+"""
+
+from __future__ import annotations
+
+from ir.graph import Block
+from ir.layout import Replicate
+from ir.ops import op_def
+from ir.variants import Variant
+from planner.candidate import Evaluated, Workload
+from planner.ports import divides
+
+LARGE_SHARE = 0.01
+"""A parameter with more than this part of all parameters is worth a note when it is not cut."""
+COST_NOTE = "seconds are a roofline and alpha-beta estimate from data sheets, not measured"
+
+
+def divides_something(kinds: tuple[Variant, ...], degree: int) -> bool:
+    """Whether some tensor of the model has a factor that the tensor axis can cut."""
+    return any(divides(kind.factors, leaf, degree) for kind in kinds for leaf in kind.factors.size)
+
+
+def approximations(work: Workload, best: Evaluated) -> tuple[str, ...]:
+    """All notes, in a stable order."""
+    mesh = best.candidate.mesh
+    notes: list[str] = []
+    if mesh.size > 1:
+        notes += _unknown_operations(work)
+    if mesh.tensor > 1:
+        notes += _whole_parameters(work, best)
+    if mesh.tensor > 1 and not divides_something(work.kinds, mesh.tensor):
+        notes.append(f"tensor={mesh.tensor} divides no factor: its ranks all do the same work")
+    return (*dict.fromkeys(notes), COST_NOTE)
+
+
+def _unknown_operations(work: Workload) -> list[str]:
+    return [note for kind in work.kinds for note in _unknown_in(kind.block, kind)]
+
+
+def _unknown_in(block: Block, kind: Variant) -> list[str]:
+    notes = []
+    for node in block.nodes:
+        known = kind.factors.nodes[node].signature.known
+        if not op_def(node.op).known or (not known and not node.op.startswith("arange")):
+            where = f" in {node.source.module!r}" if node.source.module else f" in {block.name}"
+            notes.append(f"{node.op}{where} has no sharding rule: every rank runs it whole")
+    return notes
+
+
+def _whole_parameters(work: Workload, best: Evaluated) -> list[str]:
+    """Large parameters that are not cut, with the dim that does not divide."""
+    degree, notes = best.candidate.mesh.tensor, []
+    parameters = [item for item in work.graph.state if item.kind == "parameter"]
+    total = sum(item.type.bytes(1) for item in parameters) or 1
+    for item in parameters:
+        place = best.program.state.get(item.name)
+        if not isinstance(place, Replicate) or item.type.bytes(1) < LARGE_SHARE * total:
+            continue
+        odd = [size for size in item.type.shape if int(size) % degree]
+        reason = f": {odd[0]} is not divisible by {degree}" if odd else ""
+        notes.append(f"{item.names[0]!r} is held whole on the tensor axis{reason}")
+    return notes

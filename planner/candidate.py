@@ -1,0 +1,318 @@
+"""One candidate evaluated: its stages, their seconds and bytes, and the predicted step.
+
+Input: `Pieces`, a mesh, micro-batches, a schedule. Output: `Evaluated`, with the program that it
+stands for. The stage problem works with one typical cut; the prediction with the actual one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from ir.batch import Flow
+from ir.errors import Refused
+from ir.graph import Graph
+from ir.lower import Degrees
+from ir.plan import Placed, Prediction, StageCost
+from ir.spmd import Spmd, StageCall
+from ir.variants import Variant
+from planner.cost import CostModel
+from planner.pieces import Pieces
+from planner.pins import Candidate
+from planner.price import Seconds, StateCost, state_cost
+from planner.recompute import MenuPoint
+from planner.schedule import bubble_s, in_flight, pipeline_step_s
+from planner.stage_problem import Choice, Point, Run, StagePlan, StageProblem
+from planner.stages import plan_stages
+
+ATTEMPTS = 3
+"""How often the stages are planned again with less room when the exact bytes pass the capacity."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A candidate with its stages, the program and the prediction."""
+
+    candidate: Candidate
+    pieces: Pieces
+    program: Spmd
+    stages: tuple[tuple[Placed, ...], ...]
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What all candidates share."""
+
+    graph: Graph
+    flow: Flow
+    kinds: tuple[Variant, ...]
+    global_batch: int
+    optimizer: str
+
+    @property
+    def variant_of(self) -> dict[int, int]:
+        return {call: n for n, kind in enumerate(self.kinds) for call in kind.calls}
+
+
+def degrees_of(work: Workload, candidate: Candidate) -> Degrees:
+    mesh = candidate.mesh
+    return Degrees(work.global_batch, mesh.data, mesh.tensor, candidate.micro_batches)
+
+
+def evaluate(work: Workload, candidate: Candidate, found: Pieces, cost: CostModel) -> Evaluated:
+    """The best stages of a candidate; `Refused` if it does not fit."""
+    return _Evaluation(work, candidate, found, cost).run()
+
+
+class _Evaluation:
+    """One evaluation; see the module's docstring."""
+
+    def __init__(
+        self, work: Workload, candidate: Candidate, found: Pieces, cost: CostModel
+    ) -> None:
+        self.work, self.candidate, self.found, self.cost = work, candidate, found, cost
+        self.variant_of = work.variant_of
+        keeps = tuple({p.label: p.kept for p in menu} for menu in found.menus)
+        last = candidate.mesh.pipeline - 1
+        order = [(i, self.variant_of[i]) for i in range(len(work.graph.calls))]
+        self.program = Spmd(
+            work.graph, degrees_of(work, candidate), work.flow, work.kinds, found.lowered,
+            found.state, keeps, ((),) * last + (tuple(StageCall(i, v, "") for i, v in order),),
+        )  # fmt: skip
+        self.runs = [
+            (variant, [i for i, _ in group]) for variant, group in groupby(order, lambda p: p[1])
+        ]
+        self.state = {
+            item.name: state_cost(self.program, item.name, cost, work.optimizer)
+            for item in work.graph.state
+        }
+        self.uses = _uses(work.graph)
+
+    def run(self) -> Evaluated:
+        room = self.cost.capacity_bytes
+        for attempt in range(ATTEMPTS):
+            problem = self._problem(room)
+            plan = plan_stages(problem)
+            program, stages = self._placed(plan)
+            prediction = self._prediction(program, plan)
+            excess = prediction.peak_bytes - self.cost.capacity_bytes
+            if excess <= 0:
+                used = _used_keeps(program)
+                return Evaluated(
+                    self.candidate, self.found, replace(program, keeps=used), stages, prediction
+                )
+            room -= excess
+            if room <= 0 or attempt == ATTEMPTS - 1:
+                break
+        raise Refused(f"no plan fits: {self.candidate} needs {prediction.peak_bytes} bytes.")
+
+    # the stage problem
+
+    def _problem(self, room_bytes: float) -> StageProblem:
+        mesh, count = self.candidate.mesh, self.candidate.micro_batches
+        owners = self._owners()
+        runs = tuple(self._run(r, owners) for r in range(len(self.runs)))
+        tied: dict[tuple[int, int], float] = {}
+        for r, (_, calls) in enumerate(self.runs):
+            for name in self._names(calls):
+                if owners[name] != r:
+                    pair = (owners[name], r)
+                    tied[pair] = tied.get(pair, 0.0) + self.state[name].held_bytes
+        sends = tuple(self._typical_send_s(stage) for stage in range(mesh.pipeline - 1))
+        return StageProblem(
+            runs, mesh.pipeline, count, self.candidate.schedule,
+            (float(room_bytes),) * mesh.pipeline, sends, tuple((i, j, b) for (i, j), b in tied.items()),
+        )  # fmt: skip
+
+    def _names(self, calls: Sequence[int]) -> list[str]:
+        """The state tensors that calls read, each once."""
+        graph = self.work.graph
+        found = dict.fromkeys(v for i in calls for v in graph.calls[i].arguments)
+        return [name for name in found if name in self.state]
+
+    def _owners(self) -> dict[str, int]:
+        """The first run that uses each state tensor; the first of all has the unused ones."""
+        owners: dict[str, int] = {}
+        for r, (_, calls) in enumerate(self.runs):
+            for name in self._names(calls):
+                owners.setdefault(name, r)
+        return {name: owners.get(name, 0) for name in self.state}
+
+    def _run(self, r: int, owners: dict[str, int]) -> Run:
+        variant, calls = self.runs[r]
+        state = StateCost()
+        for name in self.state:
+            if owners[name] == r:
+                state += self.state[name]
+        n = len(calls)
+        prologue = self.found.times[variant].prologue.times(1 / self.candidate.micro_batches)
+        points = tuple(
+            Point(
+                (point.forward + prologue).total_s, point.backward.total_s,
+                point.saved_bytes + self._input_bytes(variant, calls, point),
+                state.held_bytes / n, point.transient_bytes + self._early_bytes(variant),
+                point.label,
+            )
+            for point in self.found.menus[variant]
+        )  # fmt: skip
+        name = self.work.graph.calls[calls[0]].path or self.work.kinds[variant].block.name
+        return Run(name, n, points, state.sync_s / n, state.update_s / n)
+
+    def _early_bytes(self, variant: int) -> int:
+        lowered = self.found.lowered[variant]
+        return sum(lowered.types[name].bytes(1) for name in lowered.early)
+
+    def _input_bytes(self, variant: int, calls: Sequence[int], point: MenuPoint) -> float:
+        """Held inputs; one that many calls share is divided among the calls of a stage."""
+        call = self.work.graph.calls[calls[0]]
+        storage = self.found.storages[variant]
+        values = dict(zip(self.work.kinds[variant].block.inputs, call.arguments, strict=True))
+        total = 0.0
+        for name in point.inputs:
+            readers = self.uses[values[name]]
+            per_stage = max(1.0, readers / self.candidate.mesh.pipeline)
+            total += storage.size_bytes[name] / per_stage
+        return total
+
+    def _typical_send_s(self, stage: int) -> float:
+        """There and back, for what crosses in the middle of the model."""
+        graph, program = self.work.graph, self.program
+        middle = len(graph.calls) // 2
+        seconds = 0.0
+        crossing = {
+            value for call in graph.calls[middle:] for value in call.arguments
+            if value in program.makers and program.makers[value][0] < middle
+        }  # fmt: skip
+        for value in sorted(crossing):
+            ways = 2 if value in program.has_gradient else 1
+            seconds += ways * self.cost.send_s(program.local_type_of(value).bytes(1), stage)
+        return seconds
+
+    # the exact stages
+
+    def _placed(self, plan: StagePlan) -> tuple[Spmd, tuple[tuple[Placed, ...], ...]]:
+        """Calls by stage, from counts by run."""
+        left = {r: list(calls) for r, (_, calls) in enumerate(self.runs)}
+        stages, placed = [], []
+        for choices in plan.assignment:
+            row, spans = [], []
+            for choice in _ordered(choices):
+                variant = self.runs[choice.run][0]
+                label = self.found.menus[variant][choice.point].label
+                calls, left[choice.run] = (
+                    left[choice.run][: choice.count], left[choice.run][choice.count :]
+                )  # fmt: skip
+                row += [StageCall(i, variant, label) for i in calls]
+                spans.append(Placed(calls[0], len(calls), label))
+            stages.append(tuple(row))
+            placed.append(tuple(spans))
+        return replace(self.program, stages=tuple(stages)), tuple(placed)
+
+    def _prediction(self, program: Spmd, plan: StagePlan) -> Prediction:
+        candidate = self.candidate
+        forward, backward = self._stage_seconds(program)
+        pairs = list(zip(forward, backward, strict=True))
+        times = [(f.total_s, b.total_s) for f, b in pairs]
+        tails = [self._tail(program, stage) for stage in range(len(program.stages))]
+        tail = max(tails, key=lambda pair: pair[0] + pair[1])
+        pipeline_s = pipeline_step_s(times, candidate.micro_batches, candidate.schedule)
+        busy = max(pairs, key=lambda pair: pair[0].total_s + pair[1].total_s)
+        total = (busy[0] + busy[1]).times(candidate.micro_batches)
+        step_s = pipeline_s + sum(tail)
+        return Prediction(
+            step_s, total.compute_s, total.communication_s + tail[0],
+            bubble_s(times, candidate.micro_batches, candidate.schedule), tail[1],
+            min(plan.bound_s, step_s), int(self.cost.capacity_bytes),
+            tuple(
+                self._stage_cost(program, s, f.total_s, b.total_s)
+                for s, (f, b) in enumerate(pairs)
+            ),
+        )  # fmt: skip
+
+    def _stage_seconds(self, program: Spmd) -> tuple[list[Seconds], list[Seconds]]:
+        """Forward and backward of a micro-batch, with the actual sends on both their sides."""
+        forward = [Seconds() for _ in program.stages]
+        backward = list(forward)
+        share = 1 / self.candidate.micro_batches
+        for s, calls in enumerate(program.stages):
+            for placed in calls:
+                point = self._point(placed)
+                prologue = self.found.times[placed.variant].prologue.times(share)
+                forward[s] += point.forward + prologue
+                backward[s] += point.backward
+        for message in program.messages:
+            send = Seconds(0.0, self.cost.send_s(message.type.bytes(1), message.source))
+            for s in (message.source, message.target):
+                forward[s] += send
+                backward[s] += send if message.gradient else Seconds()
+        return forward, backward
+
+    def _point(self, placed: StageCall) -> MenuPoint:
+        return next(p for p in self.found.menus[placed.variant] if p.label == placed.keep)
+
+    def _stage_state(self, program: Spmd, stage: int) -> list[str]:
+        names = self._names([p.index for p in program.stages[stage]])
+        unused = [name for name in self.state if not self.uses.get(name)] if stage == 0 else []
+        return [*names, *unused]
+
+    def _tail(self, program: Spmd, stage: int) -> tuple[float, float]:
+        """Seconds once per step: gradients exchanged, parameters updated."""
+        sync_s = update_s = 0.0
+        for name in self._stage_state(program, stage):
+            item = self.state[name]
+            sync_s, update_s = sync_s + item.sync_s, update_s + item.update_s
+            if item.gradient_bytes and len(program.stages_of_state(name)) > 1:
+                sync_s += 2 * self.cost.send_s(item.gradient_bytes)
+        return sync_s, update_s
+
+    def _stage_cost(
+        self, program: Spmd, stage: int, forward_s: float, backward_s: float
+    ) -> StageCost:
+        """Bytes: state once, what is kept once per micro-batch in flight, the largest working set."""
+        candidate, state = self.candidate, StateCost()
+        for name in self._stage_state(program, stage):
+            state += self.state[name]
+        held: dict[object, int] = {}
+        transient = 0
+        for placed in program.stages[stage]:
+            point, storage = self._point(placed), self.found.storages[placed.variant]
+            early = self._early_bytes(placed.variant)
+            transient = max(transient, point.transient_bytes + early)
+            call, block = program.call(placed), program.block(placed)
+            values = dict(zip(block.inputs, call.arguments, strict=True))
+            values |= dict(
+                zip(self.found.lowered[placed.variant].outputs, call.results, strict=True)
+            )
+            for name in (*point.saved, *point.inputs):
+                held[values.get(name, (placed.index, name))] = storage.size_bytes[name]
+        flights = in_flight(
+            stage, len(program.stages), candidate.micro_batches, candidate.schedule
+        )  # fmt: skip
+        return StageCost(
+            forward_s, backward_s, state.parameter_bytes, state.gradient_bytes,
+            state.optimizer_bytes, flights * sum(held.values()), transient,
+        )  # fmt: skip
+
+
+def _ordered(choices: Sequence[Choice]) -> list[Choice]:
+    return sorted((c for c in choices if c.count), key=lambda c: (c.run, c.point))
+
+
+def _uses(graph: Graph) -> dict[str, int]:
+    """How many calls read each graph-level value."""
+    counts: dict[str, int] = {}
+    for call in graph.calls:
+        for value in dict.fromkeys(call.arguments):
+            counts[value] = counts.get(value, 0) + 1
+    return counts
+
+
+def _used_keeps(program: Spmd) -> tuple[dict[str, frozenset[str]], ...]:
+    """Only the menu points that some call uses."""
+    used = {(p.variant, p.keep) for calls in program.stages for p in calls}
+    return tuple(
+        {label: kept for label, kept in keeps.items() if (variant, label) in used}
+        for variant, keeps in enumerate(program.keeps)
+    )

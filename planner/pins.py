@@ -1,0 +1,142 @@
+"""What a caller fixes, and the meshes and micro-batch counts that remain.
+
+Input: pins such as {"tensor": 2, "schedule": "gpipe"}, the cluster, the batch. Output: `Pins`,
+checked, and `Candidate`s. A pin that can't be honoured is a `UsageError` with the nearest legal
+values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ir.cluster import AXES, Mesh
+from ir.errors import UsageError
+from planner.schedule import SCHEDULES
+
+RECOMPUTE = ("none", "selective", "full")
+COUNTS = (*AXES, "micro_batches")
+KEYS = (*COUNTS, "schedule", "recompute")
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """Fixed decisions; None is free."""
+
+    pipeline: int | None = None
+    data: int | None = None
+    tensor: int | None = None
+    micro_batches: int | None = None
+    schedule: str | None = None
+    recompute: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A mesh with a micro-batch count and a schedule; `rows` of the batch per micro-batch."""
+
+    mesh: Mesh
+    micro_batches: int
+    schedule: str
+    rows: int
+
+    def __str__(self) -> str:
+        return f"{self.mesh} micro_batches={self.micro_batches} {self.schedule}"
+
+
+def read_pins(values: Mapping[str, Any] | None) -> Pins:
+    """Checks keys and types."""
+    values = dict(values or {})
+    for key, value in values.items():
+        if key not in KEYS:
+            raise UsageError(f"unknown pin {key!r}. Pins are {', '.join(KEYS)}.")
+        if key in COUNTS and (type(value) is not int or value < 1):
+            raise UsageError(f"pin {key}={value!r}: it must be a whole number of at least 1.")
+        words = {"schedule": SCHEDULES, "recompute": RECOMPUTE}.get(key)
+        if words and value not in words:
+            raise UsageError(f"pin {key}={value!r}: it is one of {', '.join(words)}.")
+    return Pins(**values)
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def nearest(number: int, asked: int) -> str:
+    """The divisors of `number` next to `asked`, in words."""
+    below = [d for d in divisors(number) if d < asked]
+    above = [d for d in divisors(number) if d > asked]
+    return " or ".join(map(str, [*below[-1:], *above[:1]]))
+
+
+def check_pins(pins: Pins, n_devices: int, global_batch: int, *, has_batch: bool) -> None:
+    """Raises `UsageError` for pins that contradict the devices, the batch or each other."""
+    _check_devices(pins, n_devices)
+    for key in ("data", "micro_batches"):
+        value = getattr(pins, key)
+        if value not in (None, 1) and not has_batch:
+            raise UsageError(
+                f"pin {key}={value}: no input of the model has a batch dimension, so there is "
+                f"nothing to split. Use {key}=1."
+            )
+    if pins.data and global_batch % pins.data:
+        raise UsageError(
+            f"a global batch of {global_batch} can't be divided by data={pins.data}. Use "
+            f"data={nearest(global_batch, pins.data)}, or a batch that is a multiple of "
+            f"{pins.data}."
+        )
+    local = global_batch // (pins.data or 1)
+    if pins.micro_batches and local % pins.micro_batches:
+        ranks = f" on each of {pins.data} data ranks" if (pins.data or 1) > 1 else ""
+        raise UsageError(
+            f"{local} rows{ranks} can't be divided into {pins.micro_batches} micro-batches. Use "
+            f"micro_batches={nearest(local, pins.micro_batches)}."
+        )
+
+
+def _check_devices(pins: Pins, n_devices: int) -> None:
+    """The pinned degrees must divide, and all three must equal, the number of devices."""
+    left = n_devices
+    for axis in AXES:
+        degree = getattr(pins, axis)
+        if degree and left % degree:
+            others = " left by the other pins" if left != n_devices else ""
+            raise UsageError(
+                f"pin {axis}={degree}: {left} devices{others} can't be split in {degree}. Use "
+                f"{axis}={nearest(left, degree)}, or a cluster with another number of devices."
+            )
+        left //= degree or 1
+    pinned = [getattr(pins, axis) for axis in AXES]
+    if all(pinned) and prod(pinned) != n_devices:
+        last = n_devices // (pinned[0] * pinned[1])
+        raise UsageError(
+            f"pipeline={pinned[0]}, data={pinned[1]} and tensor={pinned[2]} use {prod(pinned)} "
+            f"devices of {n_devices}. Use tensor={last}, or leave one of the three free."
+        )
+
+
+def meshes(pins: Pins, n_devices: int) -> Iterator[Mesh]:
+    """Every mesh over all devices that the pins allow."""
+    for pipeline in divisors(n_devices):
+        for data in divisors(n_devices // pipeline):
+            mesh = Mesh(pipeline, data, n_devices // pipeline // data)
+            if all(getattr(pins, axis) in (None, mesh.degree(axis)) for axis in AXES):
+                yield mesh
+
+
+def candidates(
+    pins: Pins, mesh: Mesh, global_batch: int, *, whole_batch: bool
+) -> Iterator[Candidate]:
+    """The micro-batch counts and schedules of one mesh; none if its ranks can't share the rows.
+
+    1F1B is as fast as GPipe and holds less, so GPipe is only taken when it is pinned.
+    """
+    if global_batch % mesh.data:
+        return
+    rows = global_batch // mesh.data
+    counts = [1] if whole_batch else divisors(rows)
+    for count in counts:
+        if pins.micro_batches in (None, count):
+            yield Candidate(mesh, count, pins.schedule or "1f1b", rows // count)

@@ -1,0 +1,245 @@
+"""The search for a plan: meshes, micro-batches and schedules, best first.
+
+Input: a traced graph, a cluster, the global batch, pins. Output: the `Plan` with the smallest
+predicted step that fits. A candidate's lower bound divides the work of one device evenly and adds
+the pipeline's fill and the exchange of gradients; candidates are evaluated in the order of an
+estimate until none can be better, and the plan carries the least bound of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ir.batch import flow, needs_whole_batch
+from ir.cluster import Cluster
+from ir.errors import Refused, UsageError
+from ir.graph import BATCH, Graph
+from ir.lower import Degrees
+from ir.plan import Plan, encode, signature
+from ir.variants import variants
+from planner.approximations import approximations, divides_something
+from planner.candidate import Evaluated, Workload, degrees_of, evaluate
+from planner.cost import Roofline
+from planner.describe import describe
+from planner.estimate import Estimates
+from planner.pieces import Pieces, pieces, whole
+from planner.pins import Candidate, Pins, candidates, check_pins, divisors, meshes, read_pins
+from planner.price import OPTIMIZER_TENSORS
+from planner.sharding import ShardingResult, shard
+from planner.solver import SolverFailed
+
+MOST_EVALUATIONS = 24
+"""Candidates that are evaluated before the search settles for the best one found."""
+BYTE_PRICES = (0.0, 1.0, 10.0)
+"""Prices of memory, in objectives per capacity, under which blocks are sharded."""
+MICRO_BATCH_BUCKETS = (1, 2, 4, 8)
+"""Shardings are searched for these counts: more only makes what happens once per step cheaper."""
+
+
+def plan(
+    graph: Graph, cluster: Cluster, *, global_batch: int, pin: Mapping[str, Any] | None = None,
+    optimizer: str = "adamw", name: str | None = None,
+) -> Plan:  # fmt: skip
+    """Decides how to train `graph` on all devices of `cluster`; deterministic.
+
+    `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("1f1b", "gpipe"),
+    recompute ("none", "selective", "full"). Raises `UsageError` for a request that makes no
+    sense, `Refused` when no plan fits or the numbers would change.
+    """
+    if optimizer not in OPTIMIZER_TENSORS:
+        known = ", ".join(sorted(OPTIMIZER_TENSORS))
+        raise UsageError(f"unknown optimizer {optimizer!r}. Known: {known}.")
+    pins = read_pins(pin)
+    has_batch = any(item.batch_dim is not None for item in graph.inputs)
+    _check_batch(graph, global_batch)
+    check_pins(pins, cluster.n_devices, global_batch, has_batch=has_batch)
+    batch_flow = flow(graph)
+    work = Workload(graph, batch_flow, variants(graph, batch_flow), global_batch, optimizer)
+    search = _Search(work, cluster, pins, has_batch)
+    best = search.run()
+    notes = (*search.notes, *approximations(work, best))
+    blocks = tuple(
+        encode(kind, sharding, keeps)
+        for kind, sharding, keeps in zip(
+            work.kinds, best.pieces.shardings, best.program.keeps, strict=True
+        )
+    )
+    made = Plan(
+        name or graph.model, signature(graph), cluster, best.candidate.mesh,
+        best.candidate.schedule, best.candidate.micro_batches, global_batch, optimizer, blocks,
+        best.stages, best.prediction, notes,
+    )  # fmt: skip
+    return replace(made, text=describe(made, best, Roofline(cluster, best.candidate.mesh)))
+
+
+def _check_batch(graph: Graph, global_batch: int) -> None:
+    """The capture must be valid for this batch."""
+    if type(global_batch) is not int or global_batch < 1:
+        raise UsageError(f"global batch {global_batch!r}: it must be a whole number of at least 1.")
+    for guard in graph.guards:
+        if not bool(guard.subs(BATCH, global_batch)):
+            raise Refused(
+                f"{graph.model} was captured for batches with {guard}, and the global batch is "
+                f"{global_batch}. Use a batch that meets it, or trace with this batch size."
+            )
+
+
+@dataclass
+class _Best:
+    """The best plan so far, by step and then by fewer stages and more data ranks."""
+
+    found: Evaluated | None = None
+    refusal: Refused | None = None
+
+    def offer(self, new: Evaluated) -> None:
+        if self.found is None or _order(new) < _order(self.found):
+            self.found = new
+
+
+def _order(item: Evaluated) -> tuple[Any, ...]:
+    candidate = item.candidate
+    step = float(f"{item.prediction.step_s:.9g}")
+    return (step, candidate.mesh.pipeline, -candidate.mesh.data, candidate.micro_batches)
+
+
+class _Search:
+    """One search, with the pieces that its candidates share."""
+
+    def __init__(self, work: Workload, cluster: Cluster, pins: Pins, has_batch: bool) -> None:
+        self.work, self.cluster, self.pins, self.has_batch = work, cluster, pins, has_batch
+        self.reason = needs_whole_batch(work.graph, work.flow)
+        self.notes: list[str] = []
+        self.shardings: dict[tuple[int, int, int, float], ShardingResult] = {}
+        self.pieces: dict[tuple[Any, ...], Pieces] = {}
+        self.estimates = Estimates(work, cluster, lambda c: self._pieces(c, 0.0))
+        self.bounds: list[float] = []
+
+    def run(self) -> Evaluated:
+        """Near tensor groups first; wider ones only if nothing else fits."""
+        near = self.cluster.levels[0].size
+        everything = list(self._candidates())
+        tiers = (
+            [c for c in everything if c.mesh.tensor <= near],
+            [c for c in everything if c.mesh.tensor > near],
+        )
+        best = _Best()
+        for tier in tiers:
+            self._search(tier, best)
+            if best.found is not None:
+                return self._bounded(best.found)
+        raise best.refusal or self._nothing_to_do()
+
+    def _bounded(self, found: Evaluated) -> Evaluated:
+        bound_s = min([*self.bounds, found.prediction.step_s])
+        return replace(found, prediction=replace(found.prediction, bound_s=bound_s))
+
+    def _candidates(self) -> Iterator[Candidate]:
+        calls = len(self.work.graph.calls)
+        if self.pins.pipeline and self.pins.pipeline > calls:
+            raise Refused(
+                f"more devices than work: pipeline={self.pins.pipeline} stages need at least one "
+                f"block each, and the model has {calls}. Use at most pipeline={calls}."
+            )
+        whole_batch = self.reason is not None or not self.has_batch
+        if whole_batch and (self.pins.micro_batches or 1) > 1:
+            raise Refused(f"{self.reason}; plan with micro_batches=1.")
+        if self.reason and self.pins.micro_batches is None:
+            self.notes.append(f"one micro-batch only: {self.reason}")
+        for mesh in meshes(self.pins, self.cluster.n_devices):
+            useless = mesh.tensor > 1 and not divides_something(self.work.kinds, mesh.tensor)
+            if mesh.pipeline > calls or (useless and not self.pins.tensor):
+                continue
+            if mesh.data > 1 and not self.has_batch:
+                continue
+            yield from candidates(
+                self.pins, mesh, self.work.global_batch, whole_batch=whole_batch
+            )
+
+    def _nothing_to_do(self) -> Refused:
+        devices, calls = self.cluster.n_devices, len(self.work.graph.calls)
+        rows = self.work.global_batch if self.has_batch else 1
+        fitting = [d for d in divisors(rows) if d <= devices]
+        return Refused(
+            f"more devices than work: {devices} devices can't share {rows} rows of the batch, "
+            f"{calls} blocks for pipeline stages and the factors of the model's tensors. Try "
+            f"{fitting[-1]} devices, or another global batch."
+        )
+
+    def _search(self, options: list[Candidate], best: _Best) -> None:
+        """Best first, by an estimate that learns what sharding costs at each tensor degree."""
+        open_ = self.estimates.ranked(options)
+        evaluations = 0
+        while open_ and evaluations < MOST_EVALUATIONS:
+            open_.sort(key=self.estimates.key)
+            candidate = open_[0]
+            if best.found and self.estimates.guess_s(candidate) >= best.found.prediction.step_s:
+                break
+            open_.pop(0)
+            evaluations += 1
+            self._try(candidate, best)
+        self.bounds += [self.estimates.bound_s(c) for c in open_]
+
+    def _try(self, candidate: Candidate, best: _Best) -> None:
+        """Evaluates a candidate under rising prices of memory."""
+        self.bounds.append(self.estimates.bound_s(candidate))
+        cost = Roofline(self.cluster, candidate.mesh)
+        for price in BYTE_PRICES if candidate.mesh.tensor > 1 else BYTE_PRICES[:1]:
+            try:
+                found = evaluate(self.work, candidate, self._pieces(candidate, price), cost)
+            except SolverFailed:
+                raise
+            except Refused as error:
+                best.refusal = best.refusal or error
+                continue
+            best.offer(found)
+            self.estimates.learn(candidate, found.prediction.step_s)
+            if not _recomputes(found):
+                return
+
+    def _pieces(self, candidate: Candidate, price: float) -> Pieces:
+        mesh, work = candidate.mesh, self.work
+        key: tuple[Any, ...] = (
+            mesh.tensor, candidate.rows, mesh.data > 1, candidate.micro_batches > 1, price,
+            _bucket(candidate.micro_batches) if mesh.tensor > 1 else 0,
+            candidate.mesh if self.reason or self._has_prologue else None,
+        )  # fmt: skip
+        if key not in self.pieces:
+            cost = Roofline(self.cluster, mesh)
+            result = self._sharding(candidate, price, cost)
+            self.pieces[key] = pieces(
+                work.graph, work.flow, work.kinds, result, degrees_of(work, candidate), cost,
+                self.pins.recompute,
+            )  # fmt: skip
+        return self.pieces[key]
+
+    @property
+    def _has_prologue(self) -> bool:
+        return any(kind.spread.gathers(kind.block) for kind in self.work.kinds)
+
+    def _sharding(self, candidate: Candidate, price: float, cost: Roofline) -> ShardingResult:
+        """Cached by local shapes: the data degree does not matter to the tensor axis."""
+        work, tensor = self.work, candidate.mesh.tensor
+        if tensor == 1:
+            return whole(work.graph, work.kinds)
+        count = _bucket(candidate.micro_batches)
+        key = (tensor, candidate.rows, count, price)
+        if key not in self.shardings:
+            degrees = Degrees(candidate.rows * count, 1, tensor, count)
+            rate = 0.0
+            if price:
+                free = self._sharding(candidate, 0.0, cost)
+                rate = price * free.objective_s / cost.capacity_bytes
+            self.shardings[key] = shard(
+                work.graph, work.kinds, degrees, cost, byte_price_s=rate
+            )
+        return self.shardings[key]
+
+
+def _bucket(count: int) -> int:
+    return max(b for b in MICRO_BATCH_BUCKETS if b <= count)
+
+
+def _recomputes(found: Evaluated) -> bool:
+    return any(p.keep != "none" for calls in found.program.stages for p in calls)

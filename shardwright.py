@@ -12,23 +12,25 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from codegen import Program, emit, load
 from ir.cluster import Cluster
-from ir.errors import ShardwrightError, UsageError
+from ir.errors import Different, ShardwrightError, UsageError
 from ir.graph import Graph
 from ir.plan import Plan
 from ir.promote import promote
 from ir.trace import find_loss, trace
 from planner import plan as plan_graph
+from planner.pins import Pins, meshes
 from runtime.batch import tensor_leaves
 from runtime.compare import (
     Run,
     Training,
     compare,
+    own_precision_error,
     run_plain,
     run_program,
     widened,
@@ -39,19 +41,9 @@ from runtime.models import Loaded, load_model
 from runtime.trainer import connect
 
 __all__ = [
-    "Cluster",
-    "Graph",
-    "Plan",
-    "Program",
-    "check",
-    "compile",
-    "emit",
-    "load_model",
-    "load_plan",
-    "plan",
-    "plan_graph",
-    "trace",
-]
+    "Cluster", "Graph", "Plan", "Program", "check", "compile", "emit", "load_model", "load_plan",
+    "plan", "plan_graph", "trace",
+]  # fmt: skip
 
 OK, USAGE, REFUSED, DIFFERENT, INTERRUPTED = 0, 2, 3, 4, 130
 ERRORS = ("loss_rel_err", "grad_rel_err", "param_rel_err")
@@ -60,14 +52,9 @@ load_plan = Plan.load
 
 
 def plan(
-    model: Any,
-    cluster: Cluster,
-    batch: Any,
-    *,
-    global_batch: int,
-    loss: Callable[[Any], Any] | None = None,
-    pin: Mapping[str, Any] | None = None,
-) -> Plan:
+    model: Any, cluster: Cluster, batch: Any, *, global_batch: int,
+    loss: Callable[[Any], Any] | None = None, pin: Mapping[str, Any] | None = None,
+) -> Plan:  # fmt: skip
     """Decide how to train `model` on `cluster`; the same input gives the same plan.
 
     `batch` is what the model is called with: a dict of keyword arguments, a tuple of positional
@@ -79,14 +66,10 @@ def plan(
     return replace(plan_graph(graph, cluster, global_batch=global_batch, pin=pin), graph=graph)
 
 
-def compile(  # noqa: A001  (the public name, as in torch.compile)
-    model: Any,
-    plan: Plan,
-    batch: Any = None,
-    *,
-    loss: Callable[[Any], Any] | None = None,
+def compile(  # the public name, as in torch.compile
+    model: Any, plan: Plan, batch: Any = None, *, loss: Callable[[Any], Any] | None = None,
     **options: Any,
-) -> Callable[[Any], Any]:
+) -> Callable[[Any], Any]:  # fmt: skip
     """Under torchrun: this rank's share of `model`, and a function from a batch to the loss.
 
     The function takes the global batch, in the form that `plan` was given, on every rank; its
@@ -106,7 +89,7 @@ def compile(  # noqa: A001  (the public name, as in torch.compile)
         args, kwargs = _arguments(batch)
         return trainer.step(*args, **kwargs)
 
-    step.trainer = trainer
+    step.trainer = trainer  # type: ignore[attr-defined]  # mypy knows no attributes of functions
     return step
 
 
@@ -117,11 +100,7 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def check(
-    loaded: Loaded,
-    devices: int,
-    *,
-    pin: Mapping[str, Any] | None = None,
-    steps: int = 2,
+    loaded: Loaded, devices: int, *, pin: Mapping[str, Any] | None = None, steps: int = 2
 ) -> list[dict[str, Any]]:
     """Compare the program of a plan with the plain model, all ranks in this process, in float64.
 
@@ -131,16 +110,9 @@ def check(
     """
     checker = _Checker(loaded, steps)
     pin = dict(pin or {})
-    meshes = [{}] if pin.keys() & {"pipeline", "data", "tensor"} else list(_meshes(devices))
-    return [checker.check(devices, pin | mesh) for mesh in meshes]
-
-
-def _meshes(devices: int) -> Iterator[dict[str, int]]:
-    for pipeline in range(1, devices + 1):
-        for data in range(1, devices // pipeline + 1):
-            if devices % (pipeline * data) == 0:
-                tensor = devices // (pipeline * data)
-                yield {"pipeline": pipeline, "data": data, "tensor": tensor}
+    fixed = pin.keys() & {"pipeline", "data", "tensor"}
+    splits = [{}] if fixed else [asdict(mesh) for mesh in meshes(Pins(), devices)]
+    return [checker.check(devices, pin | split) for split in splits]
 
 
 class _Checker:
@@ -151,7 +123,8 @@ class _Checker:
     """
 
     def __init__(self, loaded: Loaded, steps: int) -> None:
-        self.graph = promote(_trace(loaded))
+        own = _trace(loaded)
+        self.graph = promote(own)
         self.rows = _rows(loaded, self.graph)
         self.training = Training(steps)
         self.model = widened(loaded.model)
@@ -162,6 +135,21 @@ class _Checker:
         else:
             loss = loaded.loss or find_loss
             self.plain = run_plain(self.model, *self.batch, loss, self.training)
+            self._check_own_precision(loaded, own, loss)
+
+    def _check_own_precision(self, loaded: Loaded, graph: Graph, loss: Callable[..., Any]) -> None:
+        """Refuses to go on if the one-device program is not the model at its own precision."""
+        chosen = plan_graph(graph, Cluster.local(1), global_batch=self.rows)
+        batch = loaded.args, loaded.kwargs
+        found = run_program(*load(emit(graph, chosen)), loaded.model, *batch, Training(1))
+        wanted = run_plain(loaded.model, *batch, loss, Training(1), promote=False)
+        error = own_precision_error(found, wanted, loaded.model)
+        if not error <= 1:
+            raise Different(
+                f"the one-device program of {loaded.name} differs from the model at the model's "
+                f"own precision, {error:.3g} times what rounding explains. This is a defect of "
+                "Shardwright; please report the model."
+            )
 
     def run(self, chosen: Plan) -> Run:
         return run_program(*load(emit(self.graph, chosen)), self.model, *self.batch, self.training)
@@ -220,7 +208,7 @@ def _paragraph(error: BaseException) -> str:
 def _report(options: argparse.Namespace, reason: str, code: int) -> int:
     if options.json:
         known = UNKNOWN if options.run is _check_command else {}
-        status = "usage" if code == USAGE else "refused"
+        status = {USAGE: "usage", DIFFERENT: "mismatch"}.get(code, "refused")
         print(json.dumps({**known, "status": status, "reason": reason}))
     print(f"shardwright: {reason}", file=sys.stderr)
     return code
@@ -238,7 +226,7 @@ def _emit_command(options: argparse.Namespace) -> int:
     if not options.out:
         raise UsageError("say where to write the program with --out FOLDER")
     _, graph, chosen = _decide(options)
-    program = emit(graph, chosen)
+    program = emit(graph, chosen).for_model(options.model, seq=options.seq)
     program.write(options.out, force=options.force)
     if options.json:
         files = sorted(program.files)
@@ -254,10 +242,11 @@ def _run_command(options: argparse.Namespace) -> int:
     if Path(options.model).is_dir():
         launch(options.model, argv=argv)
         return OK
-    loaded, graph, chosen = _decide(options)
+    _, graph, chosen = _decide(options)
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
-        emit(graph, chosen).write(folder, force=True)
-        launch(folder, argv=[*argv, f"--model={options.model}"])
+        program = emit(graph, chosen).for_model(options.model, seq=options.seq)
+        program.write(folder, force=True)
+        launch(folder, argv=argv)
     return OK
 
 
@@ -287,7 +276,8 @@ def _check_lines(loaded: Loaded, results: Sequence[Mapping[str, Any]]) -> Iterat
             continue
         loss, gradients, parameters = (result[key] for key in ERRORS)
         why = result["reason"] or f"worst: {result['worst']}"
-        yield f"{head}  loss {loss:.1e}  gradients {gradients:.1e}  parameters {parameters:.1e}  {why}"
+        errors = f"loss {loss:.1e}  gradients {gradients:.1e}  parameters {parameters:.1e}"
+        yield f"{head}  {errors}  {why}"
 
 
 def _decide(options: argparse.Namespace) -> tuple[Loaded, Graph, Plan]:

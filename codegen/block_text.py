@@ -64,7 +64,8 @@ class BlockText:
         passed = [self.words[n] for n in self.arguments if n in read]
         head = f"def {self.name}_prologue({', '.join(['ctx', 'w', *passed])}):"
         says = '    """What needs the rows of all micro-batches, once per step."""'
-        writer = NodeText(self.spmd, lowered, self.spmd.degrees.data, self.words, lowered.early_types)
+        rows = self.spmd.degrees.data
+        writer = NodeText(self.spmd, lowered, rows, self.words, lowered.early_types)
         body = self._body(lowered.prologue, writer, set(lowered.early), set(passed))
         result = self._tuple([self.words[n] for n in lowered.early])
         return [head, says, *self._mesh(lowered.prologue), *body, f"    return {result}", "", ""]
@@ -91,7 +92,8 @@ class BlockText:
         nodes = self.spmd.backward(self.variant, self.keep)
         tangents = [self.words[t] for _, t in self.block.tangents]
         extra = (["early"] if lowered.early else []) + (["call"] if self.draws else [])
-        head = f"def {self.name}_backward({', '.join(['ctx', 'w', 'g', 'saved', *tangents, *extra])}):"
+        arguments = ", ".join(["ctx", "w", "g", "saved", *tangents, *extra])
+        head = f"def {self.name}_backward({arguments}):"
         lines = [head, *self._unpack_early(), *self._mesh(nodes)]
         if self.kept:
             lines.append(f"    {self._tuple([self.words[n] for n in self.kept])} = saved")

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -38,6 +38,14 @@ class Program:
 
     files: dict[str, str]
     ranks: int
+
+    def for_model(self, model: str, *, seq: int | None) -> Program:
+        """Adds run.json: the model and the sizes that train.py takes if it is not told others."""
+        path, colon, function = model.partition(":")
+        local = colon and path != "hf"
+        name = f"{Path(path).resolve()}:{function}" if local else model
+        text = json.dumps({"model": name, "seq": seq}, indent=1) + "\n"
+        return replace(self, files={**self.files, "run.json": text})
 
     def write(self, folder: str | Path, *, force: bool = False) -> Path:
         """Writes all files, or none: refuses a folder that holds something unless `force`."""
@@ -177,8 +185,8 @@ def _constants(whole: Spmd) -> list[str]:
                 f"the model captures a constant tensor of {state.data.numel()} elements; make it a "
                 "registered buffer, so that it is not written into the program."
             )
-        values = _literal(state.data.tolist())
-        lines.append(f'    "{state.names[0]}": torch.tensor({values}, dtype=torch.{state.type.dtype}),')
+        values, dtype = _literal(state.data.tolist()), state.type.dtype
+        lines.append(f'    "{state.names[0]}": torch.tensor({values}, dtype=torch.{dtype}),')
     return [*lines, "}"]
 
 

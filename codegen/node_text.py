@@ -121,7 +121,8 @@ def _composite(name: str) -> Callable[[NodeText, Node], str]:
 
 
 def _slice(text: NodeText, node: Node) -> str:
-    x, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    given: list[Any] = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
+    x, dim, start, end, step = given
     start = "" if not start else text.value(start)
     far = end is None or (isinstance(end, int) and end >= MAX_INT)
     stop = "" if far else text.value(end)
@@ -209,7 +210,8 @@ def _collective(text: NodeText, node: Node) -> str:
 
 
 WRITERS: dict[str, Callable[[NodeText, Node], str]] = {
-    "view": _reshaping("reshape"), "expand": _reshaping("expand"), "permute": _permute, "sum": _sum, "full": _full,
+    "view": _reshaping("reshape"), "expand": _reshaping("expand"), "permute": _permute,
+    "sum": _sum, "full": _full,
     "arange.default": _arange, "arange.start": _arange, "arange.start_step": _arange,
     "_to_copy.default": _to, "einsum": _einsum, "attention": _composite("attention"),
     "attention_backward": _composite("attention_backward"), "normalize": _composite("normalize"),

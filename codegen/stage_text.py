@@ -141,7 +141,8 @@ class StageText:
             kind = self.spmd.local_type_of(self.spmd.graph.loss)
             word = f"d_{identifier(self.spmd.graph.loss)}"
             fill = f"torch.ones((), dtype=torch.{kind.dtype}, device=ctx.device)"
-            lines.append(f"    {word} = {fill if self.spmd.graph.loss not in have else word + ' + ' + fill}")
+            before = f"{word} + " if self.spmd.graph.loss in have else ""
+            lines.append(f"    {word} = {before}{fill}")
             have.add(self.spmd.graph.loss)
         for group in reversed(self.groups):
             if group.many:
@@ -168,7 +169,8 @@ class StageText:
         words += [f"d_{identifier(name)}" for name in self._tangents(group, placed)]
         words += self._tail(group, str(placed.index), block)
         values = dict(zip(block.block.inputs, self.spmd.call(placed).arguments, strict=True))
-        targets, sums = [], []
+        targets: list[str] = []
+        sums: list[str] = []
         for name in block.handed_gradients():
             word = f"d_{identifier(values[name])}"
             if values[name] in have or word in targets:

@@ -80,12 +80,14 @@ def spread(block: Block, inputs: tuple[Placement, ...]) -> Spread:
     return Spread(place, chosen)
 
 
-def _cost(option: Strategy, names: list[str], place: dict[str, Placement], block: Block):
+def _cost(
+    option: Strategy, names: list[str], place: dict[str, Placement], block: Block
+) -> tuple[float, int]:
     """Bytes to move, then cut before partial before whole."""
     moved = 0.0
     for name, want in zip(names, option.operands, strict=True):
         have = place[name]
-        if have == want or have == REPLICATE:
+        if have in (want, REPLICATE):
             continue
         if not possible(have, want):
             return (float("inf"), 0)
@@ -149,7 +151,8 @@ def needs_whole_batch(graph: Graph, batch_flow: Flow) -> str | None:
         known = early_values(block, early)
         for node, name, _ in result.gathers(block):
             if not once or name not in known:
-                return f"{node.source or call.path}: {node.op} needs all rows of the batch at once"
+                where = str(node.source) or call.path or "the model"
+                return f"{where}: {node.op} needs all rows of the batch at once"
         for value, gradient in block.gradients:
             want = dual(result.place[value])
             if result.place[gradient] not in (want, REPLICATE):

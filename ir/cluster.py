@@ -71,10 +71,11 @@ class Cluster:
         """
         if spec.endswith((".yaml", ".yml")):
             return _read_file(Path(spec))
-        compact = re.sub(r"\s", "", spec).lower()
-        if local := re.fullmatch(r"local:(\d+)", compact):
+        compact = re.sub(r"\s", "", spec)
+        if local := re.fullmatch(r"local:(\d+)", compact, re.IGNORECASE):
             return Cluster.local(int(local[1]))
-        match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?(?!\d+x)([a-z].*|\d{3,}.*)", compact)
+        name = r"(?!\d+x|x)([a-z].*|\d{3,}.*)"
+        match = re.fullmatch(rf"(?:(\d+)x)?(?:(\d+)x)?{name}", compact, re.IGNORECASE)
         counts = [int(count) for count in match.groups()[:2] if count] if match else [0]
         if match is None or 0 in counts:
             raise UsageError(f"cluster {spec!r} can't be read. {_GRAMMAR}")

@@ -22,5 +22,11 @@ class Refused(ShardwrightError):
     exit_code = 3
 
 
+class Different(ShardwrightError):
+    """Numbers differ where they must not."""
+
+    exit_code = 4
+
+
 class CaptureError(Refused):
     """A model that can't be traced; the message names the module and the source line."""

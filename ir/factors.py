@@ -19,6 +19,7 @@ from ir.ops.signature import Signature
 
 Leaf: TypeAlias = int
 Leaves: TypeAlias = "tuple[Leaf, ...]"
+Letters: TypeAlias = "dict[str, list[Leaf]]"
 
 
 def quotient(a: Size, b: Size) -> Size | None:
@@ -26,7 +27,8 @@ def quotient(a: Size, b: Size) -> Size | None:
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     ratio = sympy.cancel(sympy.sympify(a) / b)
-    if sympy.denom(ratio) != 1 or any(not c.is_Integer for c in ratio.as_coefficients_dict().values()):
+    coefficients = ratio.as_coefficients_dict().values()
+    if sympy.denom(ratio) != 1 or not all(c.is_Integer for c in coefficients):
         return None
     return int(ratio) if ratio.is_Integer else ratio
 
@@ -139,7 +141,7 @@ def infer(block: Block) -> Factors:
         operand_names = [ref.name for ref in references((node.args, node.kwargs))]
         results = [name for name in node.outputs if name in final]
 
-        def group(chosen: frozenset[str], letters=letters) -> frozenset[Leaf]:
+        def group(chosen: frozenset[str], letters: Letters = letters) -> frozenset[Leaf]:
             return frozenset(f for x in chosen if x in letters for f in forest.flat(letters[x]))
 
         nodes[node] = NodeFactors(
@@ -156,7 +158,9 @@ def _unify_dims(forest: _Forest, left: list[list[Leaf]], right: list[list[Leaf]]
         forest.unify(a, b)
 
 
-def _apply(node: Node, block: Block, dims: dict[str, list[list[Leaf]]], forest: _Forest):
+def _apply(
+    node: Node, block: Block, dims: dict[str, list[list[Leaf]]], forest: _Forest
+) -> tuple[Signature, Letters, list[Leaf]]:
     """Unifies by the node's signature; returns it, its letters' leaves and what did not match."""
     operand_names = [ref.name for ref in references((node.args, node.kwargs))]
     result_names = [name for name in node.outputs if name in dims]
@@ -164,7 +168,7 @@ def _apply(node: Node, block: Block, dims: dict[str, list[list[Leaf]]], forest: 
         node, tuple(block.types[n] for n in operand_names),
         tuple(block.types[n] for n in result_names),
     )  # fmt: skip
-    letters: dict[str, list[Leaf]] = {}
+    letters: Letters = {}
     stuck: list[Leaf] = []
     tensors = [*zip(operand_names, signature.operands, strict=True),
                *zip(result_names, signature.results, strict=True)]  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import sympy
@@ -21,10 +22,13 @@ Size: TypeAlias = "int | sympy.Expr"
 
 def evaluate(size: Any, batch: int) -> Any:
     """The value of a size (or any literal) when the global batch has `batch` rows."""
-    if isinstance(size, sympy.Basic):
-        value = size.subs(BATCH, batch)
-        return int(value) if value.is_integer else float(value)
-    return size
+    return _value(size, batch) if isinstance(size, sympy.Basic) else size
+
+
+@lru_cache(maxsize=4096)
+def _value(size: sympy.Basic, batch: int) -> int | float:
+    value = size.subs(BATCH, batch)
+    return int(value) if value.is_integer else float(value)
 
 
 DTYPE_BYTES = {
@@ -222,15 +226,6 @@ class Graph:
     metrics: tuple[tuple[str, str], ...]
     guards: tuple[sympy.Basic, ...] = ()
     notes: tuple[str, ...] = ()
-
-    def value_types(self) -> dict[str, TensorType]:
-        """The type of every graph-level value."""
-        types = {item.name: item.type for item in self.inputs}
-        types.update({item.name: item.type for item in self.state})
-        for call in self.calls:
-            block = self.blocks[call.block]
-            types.update(zip(call.results, (block.types[n] for n in block.outputs), strict=True))
-        return types
 
     def __str__(self) -> str:
         lines = [str(block) for block in self.blocks]

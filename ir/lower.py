@@ -145,16 +145,21 @@ class _Region:
         self.converted[name, want] = out
         return out
 
-    def _collective(self, kind: str, name: str, out: str, have: Layout, want: Layout, axis: str):
-        degrees = self.owner.degrees
+    def _collective(
+        self, kind: str, name: str, out: str, have: Layout, want: Layout, axis: str
+    ) -> Node:
         args: list[Any] = [Ref(name), axis]
         if kind in ("all_gather", "all_to_all"):
-            place = have.data if axis == DATA else have.tensor
-            args += [place.dim, local_outer(have, axis, degrees, self.rows)]
+            args += self._cut(have, axis)
         if kind in ("shard", "reduce_scatter", "all_to_all"):
-            place = want.data if axis == DATA else want.tensor
-            args += [place.dim, local_outer(want, axis, degrees, self.rows)]
+            args += self._cut(want, axis)
         return Node(kind, tuple(args), (), (out,))
+
+    def _cut(self, layout: Layout, axis: str) -> tuple[int, int]:
+        """The dim that a layout cuts on an axis, and the local `outer` of the cut."""
+        place = layout.data if axis == DATA else layout.tensor
+        assert isinstance(place, Shard)
+        return place.dim, local_outer(layout, axis, self.owner.degrees, self.rows)
 
     def run(self, node: Node, layout_of: Any) -> None:
         """Converts the operands of a node and emits it."""

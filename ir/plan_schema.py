@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ir.errors import UsageError
@@ -51,7 +52,7 @@ def check_plan(value: Any, version: str, where: str) -> None:
             _check(placed, PLACED, f"{where}: stage {i}")
 
 
-def _check(value: Any, schema: dict[str, type], where: str) -> None:
+def _check(value: Any, schema: Mapping[str, type], where: str) -> None:
     if not isinstance(value, dict):
         raise UsageError(f"{where} must be an object, not a {type(value).__name__}.")
     missing = [key for key in schema if key not in value]

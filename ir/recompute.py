@@ -33,7 +33,22 @@ def kept_values(lowered: Lowered, kept: frozenset[str], always: frozenset[str]) 
 def backward_nodes(
     lowered: Lowered, kept: frozenset[str], always: frozenset[str]
 ) -> tuple[Node, ...]:
-    """Backward with its recomputation."""
+    """Backward with its recomputation.
+
+    A node that runs again gives all its results again, so none of them is kept.
+    """
+    while True:
+        nodes = _with_recomputation(lowered, kept, always)
+        again = kept.intersection(name for node in nodes for name in node.outputs)
+        if not again:
+            return nodes
+        kept -= again
+
+
+def _with_recomputation(
+    lowered: Lowered, kept: frozenset[str], always: frozenset[str]
+) -> tuple[Node, ...]:
+    """Each forward node that is missing, right before the backward node that first needs it."""
     makers = {name: node for node in lowered.forward for name in node.outputs}
     present = set(always) | set(kept) | set(lowered.early) | set(lowered.block.inputs)
     present |= {tangent for _, tangent in lowered.block.tangents}

@@ -11,8 +11,8 @@ from functools import cached_property
 
 from ir.batch import Flow, flow, needs_whole_batch
 from ir.errors import Refused
-from ir.graph import Block, Call, Graph, State, TensorType
-from ir.layout import DATA, PARTIAL, TENSOR, Layout, Partial, Placement
+from ir.graph import Block, Call, Graph, Node, State, TensorType
+from ir.layout import DATA, PARTIAL, REPLICATE, TENSOR, Layout, Partial, Placement
 from ir.lower import Degrees, Lowered, Sharding, local_type, lower
 from ir.recompute import backward_nodes, kept_values, state_inputs
 from ir.reshard import step
@@ -67,8 +67,9 @@ class Spmd:
         call = self.graph.calls[self.kinds[variant].calls[0]]
         return state_inputs(self.lowered[variant], call.arguments, set(self.state_of))
 
-    def backward(self, variant: int, keep: str):
-        return backward_nodes(self.lowered[variant], self.keeps[variant][keep], self.always(variant))
+    def backward(self, variant: int, keep: str) -> tuple[Node, ...]:
+        kept = self.keeps[variant][keep]
+        return backward_nodes(self.lowered[variant], kept, self.always(variant))
 
     def kept(self, variant: int, keep: str) -> tuple[str, ...]:
         return kept_values(self.lowered[variant], self.keeps[variant][keep], self.always(variant))
@@ -171,12 +172,18 @@ class Spmd:
         return local_type(self.state_of[name].type, layout, self.degrees, 1)
 
     def gradient_sync(self, name: str) -> list[tuple[str, str, Placement, Placement]]:
-        """(collective, axis, from, to) that bring an accumulated gradient to its parameter."""
+        """(collective, axis, from, to) that bring an accumulated gradient to its parameter.
+
+        Once per step, an all_to_all is not worth a third kind of state: it is a gather and a cut.
+        """
         steps = []
         have, want = self.gradient_place(name), self.state[name]
         kind = step(have, want)
         if kind is not None and self.degrees.tensor > 1:
-            steps.append((kind, TENSOR, have, want))
+            turns = kind == "all_to_all"
+            middle = REPLICATE if turns else want
+            steps.append(("all_gather" if turns else kind, TENSOR, have, middle))
+            steps += [("shard", TENSOR, REPLICATE, want)] if turns else []
         if self.degrees.data > 1:
             steps.append(("all_reduce", DATA, PARTIAL, self.state[name]))
         return steps

@@ -71,6 +71,6 @@ def _cut(
     if None in operands or None in outputs:
         return None
     return Strategy(
-        leaf, tuple(p for p in operands if p is not None), tuple(p for p in outputs if p is not None),
-        leaf in facts.gathers,
+        leaf, tuple(p for p in operands if p is not None),
+        tuple(p for p in outputs if p is not None), leaf in facts.gathers,
     )  # fmt: skip

@@ -14,7 +14,6 @@ class Variant:
     """A block under given batch placements; `calls` are its places in the graph."""
 
     block: Block
-    block_index: int
     placements: Placements
     calls: tuple[int, ...]
 
@@ -33,6 +32,6 @@ def variants(graph: Graph, flow: Flow) -> tuple[Variant, ...]:
     for index, call in enumerate(graph.calls):
         found.setdefault((call.block, flow.calls[index]), []).append(index)
     return tuple(
-        Variant(graph.blocks[block], block, places, tuple(calls))
+        Variant(graph.blocks[block], places, tuple(calls))
         for (block, places), calls in found.items()
     )

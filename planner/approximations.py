@@ -1,10 +1,13 @@
 """What a plan simplifies, in words.
 
-Input: the workload and the evaluated candidate. Output: notes: operations that run whole because
-no rule says how to cut them, large parameters that every rank holds, and the kind of cost model.
+Input: the workload and the evaluated candidate. Output: notes: operations that run whole, because
+no rule says how to cut them or nothing divides, large parameters that every rank holds whole,
+and the kind of cost model.
 """
 
 from __future__ import annotations
+
+import re
 
 from ir.graph import Block
 from ir.layout import Replicate
@@ -30,7 +33,7 @@ def approximations(work: Workload, best: Evaluated) -> tuple[str, ...]:
     if mesh.size > 1:
         notes += _unknown_operations(work)
     if mesh.tensor > 1:
-        notes += _whole_parameters(work, best)
+        notes += [*_whole_parameters(work, best), *_whole_work(best)]
     if mesh.tensor > 1 and not divides_something(work.kinds, mesh.tensor):
         notes.append(f"tensor={mesh.tensor} divides no factor: its ranks all do the same work")
     return (*dict.fromkeys(notes), COST_NOTE)
@@ -51,7 +54,7 @@ def _unknown_in(block: Block, kind: Variant) -> list[str]:
 
 
 def _whole_parameters(work: Workload, best: Evaluated) -> list[str]:
-    """Large parameters that are not cut, with the dim that does not divide."""
+    """Large parameters that are not cut because a dim does not divide; repeated ones once."""
     degree, notes = best.candidate.mesh.tensor, []
     parameters = [item for item in work.graph.state if item.kind == "parameter"]
     total = sum(item.type.bytes(1) for item in parameters) or 1
@@ -59,7 +62,23 @@ def _whole_parameters(work: Workload, best: Evaluated) -> list[str]:
         place = best.program.state.get(item.name)
         if not isinstance(place, Replicate) or item.type.bytes(1) < LARGE_SHARE * total:
             continue
-        odd = [size for size in item.type.shape if int(size) % degree]
-        reason = f": {odd[0]} is not divisible by {degree}" if odd else ""
-        notes.append(f"{item.names[0]!r} is held whole on the tensor axis{reason}")
+        odd = [int(size) for size in item.type.shape if int(size) % degree]
+        if odd:
+            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", item.names[0])
+            notes.append(
+                f"{name!r} is held whole on the tensor axis: {odd[0]} is not divisible by {degree}"
+            )
+    return notes
+
+
+def _whole_work(best: Evaluated) -> list[str]:
+    """Products and attentions that every rank of the tensor axis does in full."""
+    notes = []
+    for kind, sharding in zip(best.program.kinds, best.pieces.shardings, strict=True):
+        for node in kind.block.forward:
+            is_heavy = op_def(node.op).kind in ("matmul", "attention", "conv")
+            if is_heavy and not sharding.chosen[node].divides:
+                module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", node.source.module or kind.block.name)
+                op = node.op.removesuffix(".default")
+                notes.append(f"{op} in {module!r} is done in full by every rank of the tensor axis")
     return notes

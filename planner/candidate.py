@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from ir.batch import Flow
+from ir.cluster import GIB
 from ir.errors import Refused
 from ir.graph import Graph
-from ir.lower import Degrees
 from ir.plan import Placed, Prediction, StageCost
 from ir.spmd import Spmd, StageCall
 from ir.variants import Variant
@@ -56,11 +56,6 @@ class Workload:
         return {call: n for n, kind in enumerate(self.kinds) for call in kind.calls}
 
 
-def degrees_of(work: Workload, candidate: Candidate) -> Degrees:
-    mesh = candidate.mesh
-    return Degrees(work.global_batch, mesh.data, mesh.tensor, candidate.micro_batches)
-
-
 def evaluate(work: Workload, candidate: Candidate, found: Pieces, cost: CostModel) -> Evaluated:
     """The best stages of a candidate; `Refused` if it does not fit."""
     return _Evaluation(work, candidate, found, cost).run()
@@ -78,7 +73,7 @@ class _Evaluation:
         last = candidate.mesh.pipeline - 1
         order = [(i, self.variant_of[i]) for i in range(len(work.graph.calls))]
         self.program = Spmd(
-            work.graph, degrees_of(work, candidate), work.flow, work.kinds, found.lowered,
+            work.graph, candidate.degrees, work.flow, work.kinds, found.lowered,
             found.state, keeps, ((),) * last + (tuple(StageCall(i, v, "") for i, v in order),),
         )  # fmt: skip
         self.runs = [
@@ -106,7 +101,23 @@ class _Evaluation:
             room -= excess
             if room <= 0 or attempt == ATTEMPTS - 1:
                 break
-        raise Refused(f"no plan fits: {self.candidate} needs {prediction.peak_bytes} bytes.")
+        raise Refused(self._excess(prediction))
+
+    def _excess(self, prediction: Prediction) -> str:
+        """The fullest stage and its largest part."""
+        stage = max(range(len(prediction.stages)), key=lambda s: prediction.stages[s].peak_bytes)
+        cost = prediction.stages[stage]
+        parts = {
+            "weights": cost.parameter_bytes, "gradients": cost.gradient_bytes,
+            "optimizer state": cost.optimizer_bytes, "kept activations": cost.saved_bytes,
+            "working memory": cost.transient_bytes,
+        }  # fmt: skip
+        name = max(parts, key=lambda part: parts[part])
+        return (
+            f"no plan fits: stage {stage} needs {cost.peak_bytes / GIB:.1f} GiB per device, and "
+            f"{self.cost.capacity_bytes / GIB:.1f} GiB are usable. Largest part: {name} "
+            f"({parts[name] / GIB:.1f} GiB). Try a smaller micro-batch, or more devices."
+        )
 
     # the stage problem
 
@@ -123,7 +134,8 @@ class _Evaluation:
         sends = tuple(self._typical_send_s(stage) for stage in range(mesh.pipeline - 1))
         return StageProblem(
             runs, mesh.pipeline, count, self.candidate.schedule,
-            (float(room_bytes),) * mesh.pipeline, sends, tuple((i, j, b) for (i, j), b in tied.items()),
+            (float(room_bytes),) * mesh.pipeline, sends,
+            tuple((i, j, held) for (i, j), held in tied.items()),
         )  # fmt: skip
 
     def _names(self, calls: Sequence[int]) -> list[str]:
@@ -270,7 +282,7 @@ class _Evaluation:
     def _stage_cost(
         self, program: Spmd, stage: int, forward_s: float, backward_s: float
     ) -> StageCost:
-        """Bytes: state once, what is kept once per micro-batch in flight, the largest working set."""
+        """Bytes: state once, what is kept per micro-batch in flight, the largest working set."""
         candidate, state = self.candidate, StateCost()
         for name in self._stage_state(program, stage):
             state += self.state[name]

@@ -1,12 +1,227 @@
-"""The text of a plan."""
+"""The text of a plan, on the model's own structure: decisions, layouts, seconds and bytes.
+
+Input: a plan and the evaluated candidate behind it. Output: lines that are the same for the same
+plan. Names come from the user's model, so they are escaped; they are text and nothing else.
+"""
 
 from __future__ import annotations
 
-from ir.plan import Plan
+import re
+from collections.abc import Iterator
+
+from ir.cluster import GIB
+from ir.graph import Node, render
+from ir.layout import Layout, Partial, Shard
+from ir.lower import Lowered
+from ir.ops import op_def
+from ir.plan import Placed, Plan
+from ir.reshard import FREE
 from planner.candidate import Evaluated
-from planner.cost import CostModel
+from planner.price import COLLECTIVES, NodeTimes, Seconds
+from planner.recompute import MenuPoint
+
+SHORT = {
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64",
+}  # fmt: skip
+MAIN = frozenset(
+    "attention normalize embedding.default cross_entropy convolution.default".split()
+)
+MOST_NOTES = 8
+MIB = 2**20
 
 
-def describe(plan: Plan, best: Evaluated, cost: CostModel) -> str:
-    """Lines for people; see `docs`."""
-    return f"{plan.model} on {plan.cluster}   {plan.mesh}"
+def describe(plan: Plan, best: Evaluated) -> str:
+    """First line, mesh, time, stages, one section per distinct block, memory, approximations."""
+    lines = [*_head(plan), *_stages(plan, best)]
+    for variant in range(len(best.program.kinds)):
+        lines += _block(plan, best, variant)
+    return "\n".join([*lines, *_memory(plan), *_notes(plan)])
+
+
+def escaped(text: str) -> str:
+    """A name from the model with everything unprintable escaped."""
+    return text.encode("unicode_escape").decode("ascii")
+
+
+def common_path(paths: list[str]) -> str:
+    """One pattern for the places of a block: `layers.0` and `layers.1` are `layers.*`."""
+    if len(set(paths)) == 1:
+        return escaped(paths[0])
+    patterns = {re.sub(r"(?<=\.)\d+|^\d+", "*", path) for path in paths}
+    return escaped(patterns.pop()) if len(patterns) == 1 else f"{escaped(paths[0])} …"
+
+
+def duration(seconds: float) -> str:
+    """Three or four digits and a unit.
+
+    >>> duration(0.01234)
+    '12.3 ms'
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3f} s" if unit == "s" else f"{seconds / size:.1f} ms"
+    return f"{seconds * 1e6:.1f} µs"
+
+
+def size(size_bytes: float) -> str:
+    for unit, scale in (("GiB", GIB), ("MiB", MIB)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.1f} {unit}"
+    return f"{size_bytes / 1024:.1f} KiB"
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    p, rows = plan.prediction, plan.global_batch // plan.mesh.data // plan.micro_batches
+    yield (
+        f"{escaped(plan.model)} on {plan.cluster}   step {duration(p.step_s)} "
+        f"(bound {duration(p.bound_s)}, gap {p.gap:.1%})   "
+        f"peak {size(p.peak_bytes)} of {size(p.capacity_bytes)}"
+    )
+    schedule = {"1f1b": "1F1B", "gpipe": "GPipe"}[plan.schedule]
+    yield (
+        f"mesh  {plan.mesh}   micro-batch {rows} × {plan.micro_batches}   {schedule}   "
+        f"zero 0   {plan.optimizer}"
+    )
+    yield (
+        f"time  compute {duration(p.compute_s)}   exposed communication "
+        f"{duration(p.exposed_comm_s)}   bubble {duration(p.bubble_s)}   "
+        f"optimizer {duration(p.optimizer_s)}"
+    )
+
+
+def _stages(plan: Plan, best: Evaluated) -> Iterator[str]:
+    for number, (stage, cost) in enumerate(
+        zip(plan.stages, plan.prediction.stages, strict=True)
+    ):
+        spans = ", ".join(_span(placed, best) for placed in stage)
+        yield (
+            f"stage {number}  fwd {duration(cost.forward_s)}  bwd {duration(cost.backward_s)}  "
+            f"{spans}"
+        )
+
+
+def _span(placed: Placed, best: Evaluated) -> str:
+    graph, keep = best.program.graph, f" [{placed.keep}]"
+    calls = [graph.calls[i] for i in (placed.first, placed.first + placed.count - 1)]
+    first, last = (escaped(call.path or graph.blocks[call.block].name) for call in calls)
+    return (first if placed.count == 1 else f"{first} to {last}") + keep
+
+
+def _block(plan: Plan, best: Evaluated, variant: int) -> Iterator[str]:
+    """The header, then the main lines of forward and the collectives of backward."""
+    program = best.program
+    kind, lowered = program.kinds[variant], program.lowered[variant]
+    times = best.pieces.times[variant]
+    paths = [program.graph.calls[i].path or kind.block.name for i in kind.calls]
+    used = [p for p in best.pieces.menus[variant] if p.label in program.keeps[variant]]
+    yield ""
+    head = f"{common_path(paths)}  ×{len(paths)}"
+    yield f"{head:<48}  fwd {duration(used[0].forward.total_s)}"
+    for point in used:
+        yield f"  [{point.label}]  {_keeping(point, lowered, times)}"
+    early = [_row(n, lowered, times.early, plan) for n in lowered.prologue if _is_main(n)]
+    forward = [_row(n, lowered, times.of, plan) for n in lowered.forward if _is_main(n)]
+    backward = [_row(n, lowered, times.of, plan) for n in lowered.backward if _moves(n)]
+    yield from (["  once per step"] if early else [])
+    yield from _table(early)
+    yield from _table(forward)
+    if lowered.backward:
+        yield f"  backward: {_summary(lowered, times)}"
+    yield from _table(backward)
+
+
+def _table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
+    """Three columns; an overlong cell shifts only its own line."""
+    texts = [min(len(text), 76) for text, _, _ in rows]
+    kinds = [min(len(kind), 48) for _, kind, _ in rows]
+    for text, kind, cost in rows:
+        yield f"  {text:<{max(texts)}}  {kind:<{max(kinds)}}  {cost:>9}"
+
+
+def _keeping(point: MenuPoint, lowered: Lowered, times: NodeTimes) -> str:
+    again = point.backward.total_s - times.total(lowered.backward).total_s
+    redone = f", of it {duration(again)} again" if again > 0 else ""
+    return f"bwd {duration(point.backward.total_s)}{redone}  saved {size(point.held_bytes)}"
+
+
+def _moves(node: Node) -> bool:
+    return node.op in COLLECTIVES and node.op not in FREE
+
+
+def _is_main(node: Node) -> bool:
+    return _moves(node) or node.op in MAIN or op_def(node.op).kind == "matmul"
+
+
+def _summary(lowered: Lowered, times: NodeTimes) -> str:
+    """Seconds of backward by operation, the longest first."""
+    by_op: dict[str, tuple[int, Seconds]] = {}
+    for node in lowered.backward:
+        if node.op in COLLECTIVES:
+            continue
+        kind = op_def(node.op).kind
+        word = "elementwise" if kind == "memory" and node.op not in MAIN else node.op
+        if kind != "view":
+            count, seconds = by_op.get(word, (0, Seconds()))
+            by_op[word] = (count + 1, seconds + times.of[node.outputs[0]])
+    ordered = sorted(by_op.items(), key=lambda item: (-item[1][1].total_s, item[0]))
+    return ", ".join(f"{n} {op} {duration(seconds.total_s)}" for op, (n, seconds) in ordered)
+
+
+def _row(
+    node: Node, lowered: Lowered, seconds: dict[str, Seconds], plan: Plan
+) -> tuple[str, str, str]:
+    """(what, the result's type and layout, seconds)."""
+    name, op = node.outputs[0], node.op.removesuffix(".default")
+    words = ", ".join(_words(node))
+    return f"{name} = {op}({words})", _type(name, lowered, plan), duration(seconds[name].total_s)
+
+
+def _words(node: Node) -> Iterator[str]:
+    """Arguments in short: a collective's axis and dims, other literals to four digits."""
+    if node.op in COLLECTIVES:
+        dims = [f"dim {dim}" for dim in node.args[2::2]]
+        yield from (str(node.args[0]), str(node.args[1]), " to ".join(dims))[: 3 if dims else 2]
+        return
+    for argument in node.args:
+        yield f"{argument:.4g}" if isinstance(argument, float) else render(argument)
+
+
+def _type(name: str, lowered: Lowered, plan: Plan) -> str:
+    """`bf16[1/data, 8192, 512/tensor]`: local sizes, and the axis that cuts a dim."""
+    kind = lowered.types.get(name) or lowered.early_types[name]
+    layout = lowered.layouts[name]
+    dims = [str(number) for number in kind.shape]
+    for axis, place in _cuts(layout, plan):
+        if isinstance(place, Shard):
+            dims[place.dim] += f"/{axis}"
+    sums = [axis for axis, place in _cuts(layout, plan) if isinstance(place, Partial)]
+    partial = f" partial({', '.join(sums)})" if sums else ""
+    return f"{SHORT.get(kind.dtype, kind.dtype)}[{', '.join(dims)}]{partial}"
+
+
+def _cuts(layout: Layout, plan: Plan) -> Iterator[tuple[str, object]]:
+    if plan.mesh.data > 1:
+        yield "data", layout.data
+    if plan.mesh.tensor > 1:
+        yield "tensor", layout.tensor
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    yield ""
+    heads = ("parameters", "gradients", "optimizer", "saved", "working", "peak")
+    yield "memory   " + "".join(f"{head:>12}" for head in heads)
+    for number, cost in enumerate(plan.prediction.stages):
+        parts = (
+            cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.saved_bytes,
+            cost.transient_bytes, cost.peak_bytes,
+        )  # fmt: skip
+        yield f"stage {number:<3}" + "".join(f"{size(part):>12}" for part in parts)
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    yield ""
+    yield "approximations"
+    for note in plan.approximations[:MOST_NOTES]:
+        yield f"  {escaped(note)}"
+    if len(plan.approximations) > MOST_NOTES:
+        yield f"  and {len(plan.approximations) - MOST_NOTES} more, in plan.json"

@@ -3,7 +3,9 @@
 Input: candidates. Output: `bound_s`, which no plan of the candidate beats, and `guess_s`, the
 bound times what sharding was seen to cost at that tensor degree. The bound divides the time of
 every node on one device by the tensor degree (but no kernel is shorter than a launch), shares
-blocks evenly among stages, and adds the exchange of gradients and the optimizer.
+blocks evenly among stages, and adds the exchange of gradients and the optimizer. Recomputation
+that memory asks for is part of the bound where nothing else is decided (one stage, no tensor
+axis), and of the guess everywhere.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
+from math import ceil
 
 from ir.cluster import Cluster, Mesh
 from ir.graph import DTYPE_BYTES
@@ -36,11 +40,23 @@ class Estimates:
     pieces_of: Callable[[Candidate], Pieces]
     ratio: dict[int, float] = field(default_factory=dict)
     known: dict[Candidate, float] = field(default_factory=dict)
-    guessed: dict[Candidate, float] = field(default_factory=dict)
+    guessed: dict[tuple[Candidate, float], float] = field(default_factory=dict)
+    shares: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)
+    options: dict[int, list[tuple[int, list[tuple[int, float]]]]] = field(default_factory=dict)
+    singles: dict[int, Pieces] = field(default_factory=dict)
 
     def ranked(self, options: list[Candidate]) -> list[Candidate]:
-        """The candidates that may fit, the most promising first."""
-        return sorted((c for c in options if self.may_fit(c)), key=self.key)
+        """The candidates that may fit, the most promising first.
+
+        Where no candidate with so many rows fits, more rows do not either.
+        """
+        found: list[Candidate] = []
+        for _, group in groupby(sorted(options, key=lambda c: c.rows), key=lambda c: c.rows):
+            fitting = [c for c in group if self.may_fit(c)]
+            if not fitting and found:
+                break
+            found += fitting
+        return sorted(found, key=self.key)
 
     def key(self, candidate: Candidate) -> tuple[float, int, int, int]:
         mesh = candidate.mesh
@@ -48,17 +64,23 @@ class Estimates:
         return (guess_s, mesh.pipeline, -mesh.data, candidate.micro_batches)
 
     def guess_s(self, candidate: Candidate) -> float:
-        """The bound, the recomputation that memory asks for, and the usual cost of sharding."""
-        if candidate not in self.guessed:
-            mesh, count = candidate.mesh, candidate.micro_batches
-            again_s = self._recompute_s(candidate) * (1 + (count - 1) / mesh.pipeline)
-            self.guessed[candidate] = self.bound_s(candidate) + again_s
-        return self.guessed[candidate] * self.ratio.get(candidate.mesh.tensor, 1.0)
+        """The bound, with the recomputation that memory asks for and the cost of sharding."""
+        tensor = candidate.mesh.tensor
+        ratio = self.ratio.get(tensor, 1.0)
+        if (candidate, ratio) not in self.guessed:
+            again_s = self._recompute_s(candidate)
+            guess_s = self._pipeline_s(candidate, ratio, again_s) + self._tail_s(candidate.mesh)
+            self.guessed[candidate, ratio] = guess_s
+        return self.guessed[candidate, ratio]
 
-    def learn(self, candidate: Candidate, step_s: float) -> None:
-        """Remembers the least ratio of step to guess at a tensor degree."""
-        tensor, guess_s = candidate.mesh.tensor, self.guess_s(candidate)
-        ratio = step_s / guess_s * self.ratio.get(tensor, 1.0)
+    def learn(self, candidate: Candidate, found: Pieces) -> None:
+        """Remembers how much longer blocks take than their even share, at a tensor degree."""
+        actual_s = 0.0
+        for kind, menu in zip(self.work.kinds, found.menus, strict=True):
+            seconds = min(p.forward.total_s + p.backward.total_s for p in menu)
+            actual_s += len(kind.calls) * seconds
+        ratio = actual_s / sum(n * seconds for n, seconds in self._shares_s(candidate))
+        tensor = candidate.mesh.tensor
         self.ratio[tensor] = min(self.ratio.get(tensor, ratio), ratio)
 
     def bound_s(self, candidate: Candidate) -> float:
@@ -68,24 +90,39 @@ class Estimates:
 
     def _bound_s(self, candidate: Candidate) -> float:
         mesh = candidate.mesh
-        work_s = self._work_s(candidate)
-        return (
-            work_s + (candidate.micro_batches - 1) * work_s / mesh.pipeline + self._tail_s(mesh)
-        )
+        alone = mesh.pipeline == mesh.tensor == 1
+        again_s = self._recompute_s(candidate) if alone else 0.0
+        return self._pipeline_s(candidate, 1.0, again_s) + self._tail_s(mesh)
+
+    def _pipeline_s(self, candidate: Candidate, ratio: float, again_s: float) -> float:
+        """Fill and pace: some stage has an even share of all, and of the calls of each kind."""
+        stages, shares = candidate.mesh.pipeline, self._shares_s(candidate)
+        total_s = sum(n * seconds for n, seconds in shares)
+        pace_s = max(total_s / stages, *(ceil(n / stages) * seconds for n, seconds in shares))
+        fill_s, pace_s = total_s * ratio + again_s, pace_s * ratio + again_s / stages
+        return fill_s + (candidate.micro_batches - 1) * pace_s
 
     def _one_device(self, candidate: Candidate) -> Pieces:
         """The pieces of the same rows without a tensor axis."""
-        count = min(candidate.micro_batches, 2)
-        return self.pieces_of(Candidate(Mesh(), count, "1f1b", candidate.rows))
+        if candidate.rows not in self.singles:
+            alone = Candidate(Mesh(), 1, "1f1b", candidate.rows)
+            self.singles[candidate.rows] = self.pieces_of(alone)
+        return self.singles[candidate.rows]
 
-    def _work_s(self, candidate: Candidate) -> float:
+    def _shares_s(self, candidate: Candidate) -> list[tuple[int, float]]:
+        """Per variant its calls, and the seconds of one when the tensor axis divides it evenly."""
         tensor, launch_s = candidate.mesh.tensor, self.cluster.device.kernel_launch_s
-        found = self._one_device(candidate)
-        total = 0.0
-        for kind, times in zip(self.work.kinds, found.times, strict=True):
-            seconds = (s.compute_s for s in times.of.values())
-            total += len(kind.calls) * sum(max(s / tensor, min(s, launch_s)) for s in seconds)
-        return total
+        if (candidate.rows, tensor) not in self.shares:
+            self.shares[candidate.rows, tensor] = [
+                (len(kind.calls), sum(
+                    max(s.compute_s / tensor, min(s.compute_s, launch_s))
+                    for s in times.of.values()
+                ))
+                for kind, times in zip(
+                    self.work.kinds, self._one_device(candidate).times, strict=True
+                )
+            ]  # fmt: skip
+        return self.shares[candidate.rows, tensor]
 
     def _tail_s(self, mesh: Mesh) -> float:
         """Gradients over the data axis and the update, shared evenly by stages and shards."""
@@ -102,19 +139,32 @@ class Estimates:
                 total += item.type.elements(1) * DTYPE_BYTES[item.type.dtype]
         return total
 
-    def _held_bytes(self, mesh: Mesh) -> float:
-        """State of a device when parameters are divided evenly by stages and shards."""
+    def state_bytes(self) -> int:
+        """Parameters, gradients and optimizer state, once."""
         copies = 1 + OPTIMIZER_TENSORS[self.work.optimizer]
         held = self._parameter_bytes(trainable=False)
-        held += copies * self._parameter_bytes(trainable=True)
-        return held / (mesh.pipeline * mesh.tensor)
+        return held + copies * self._parameter_bytes(trainable=True)
+
+    def _held_bytes(self, mesh: Mesh) -> float:
+        """State of a device when it is divided evenly by stages and shards."""
+        return self.state_bytes() / (mesh.pipeline * mesh.tensor)
+
+    def need_bytes(self, candidate: Candidate) -> float:
+        """State and activations of a device, divided evenly, with everything recomputed."""
+        mesh, stages = candidate.mesh, candidate.mesh.pipeline
+        held = in_flight(0, stages, candidate.micro_batches, candidate.schedule)
+        kept, _ = self._cheapest(candidate, LARGEST_PRICE_S)
+        return self._held_bytes(mesh) + self._transient_bytes(candidate) + held * kept / stages
+
+    def _transient_bytes(self, candidate: Candidate) -> float:
+        menus = self._one_device(candidate).menus
+        return max(min(p.transient_bytes for p in menu) for menu in menus) / candidate.mesh.tensor
 
     def _room_bytes(self, candidate: Candidate) -> float:
         """What all stages together can keep of one micro-batch: sum of room / in flight."""
         mesh, count = candidate.mesh, candidate.micro_batches
-        menus = self._one_device(candidate).menus
-        transient = max(min(p.transient_bytes for p in menu) for menu in menus) / mesh.tensor
-        room = Roofline(self.cluster, mesh).capacity_bytes - self._held_bytes(mesh) - transient
+        room = Roofline(self.cluster, mesh).capacity_bytes - self._held_bytes(mesh)
+        room -= self._transient_bytes(candidate)
         flights = (in_flight(s, mesh.pipeline, count, candidate.schedule)
                    for s in range(mesh.pipeline))  # fmt: skip
         return sum(room / held for held in flights)
@@ -142,15 +192,24 @@ class Estimates:
 
     def _cheapest(self, candidate: Candidate, price_s: float) -> tuple[float, float]:
         """Bytes kept and seconds recomputed of all blocks when a kept byte costs `price_s`."""
-        tensor, found = candidate.mesh.tensor, self._one_device(candidate)
         kept = seconds = 0.0
-        for number, (kind, menu) in enumerate(zip(self.work.kinds, found.menus, strict=True)):
-            sizes = [self._kept_bytes(number, point, found) for point in menu]
-            times = [point.backward.total_s for point in menu]
-            best = min(range(len(menu)), key=lambda i: times[i] + price_s * sizes[i])  # noqa: B023
-            kept += len(kind.calls) * sizes[best] / tensor
-            seconds += len(kind.calls) * (times[best] - min(times)) / tensor
-        return kept, seconds
+        for calls, menu in self._options(candidate):
+            size, time_s = min(menu, key=lambda option: option[1] + price_s * option[0])
+            kept += calls * size
+            seconds += calls * time_s
+        return kept / candidate.mesh.tensor, seconds / candidate.mesh.tensor
+
+    def _options(self, candidate: Candidate) -> list[tuple[int, list[tuple[int, float]]]]:
+        """Per variant its number of calls, and (bytes kept, seconds recomputed) of its points."""
+        if candidate.rows not in self.options:
+            found, rows = self._one_device(candidate), []
+            for number, (kind, menu) in enumerate(zip(self.work.kinds, found.menus, strict=True)):
+                least_s = min(p.backward.total_s for p in menu)
+                rows.append((len(kind.calls), [
+                    (self._kept_bytes(number, p, found), p.backward.total_s - least_s) for p in menu
+                ]))  # fmt: skip
+            self.options[candidate.rows] = rows
+        return self.options[candidate.rows]
 
     def _kept_bytes(self, number: int, point: MenuPoint, found: Pieces) -> int:
         """Without inputs that several calls share: those are kept once."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from ir.cluster import AXES, Mesh
 from ir.errors import UsageError
+from ir.lower import Degrees
 from planner.schedule import SCHEDULES
 
 RECOMPUTE = ("none", "selective", "full")
@@ -41,6 +42,11 @@ class Candidate:
     micro_batches: int
     schedule: str
     rows: int
+
+    @property
+    def degrees(self) -> Degrees:
+        mesh, count = self.mesh, self.micro_batches
+        return Degrees(self.rows * mesh.data * count, mesh.data, mesh.tensor, count)
 
     def __str__(self) -> str:
         return f"{self.mesh} micro_batches={self.micro_batches} {self.schedule}"
@@ -81,15 +87,22 @@ def check_pins(pins: Pins, n_devices: int, global_batch: int, *, has_batch: bool
                 f"pin {key}={value}: no input of the model has a batch dimension, so there is "
                 f"nothing to split. Use {key}=1."
             )
-    if pins.data and global_batch % pins.data:
+    data = pins.data or 1
+    if pins.pipeline and pins.tensor:
+        data = n_devices // pins.pipeline // pins.tensor
+    if data > 1 and not has_batch:
         raise UsageError(
-            f"a global batch of {global_batch} can't be divided by data={pins.data}. Use "
-            f"data={nearest(global_batch, pins.data)}, or a batch that is a multiple of "
-            f"{pins.data}."
+            f"data={data}: no input of the model has a batch dimension, so there is nothing to "
+            f"split. Use data=1, with more stages or a higher tensor degree."
         )
-    local = global_batch // (pins.data or 1)
+    if global_batch % data:
+        raise UsageError(
+            f"a global batch of {global_batch} can't be divided by data={data}. Use "
+            f"data={nearest(global_batch, data)}, or a global batch that is a multiple of {data}."
+        )
+    local = global_batch // data
     if pins.micro_batches and local % pins.micro_batches:
-        ranks = f" on each of {pins.data} data ranks" if (pins.data or 1) > 1 else ""
+        ranks = f" on each of {data} data ranks" if data > 1 else ""
         raise UsageError(
             f"{local} rows{ranks} can't be divided into {pins.micro_batches} micro-batches. Use "
             f"micro_batches={nearest(local, pins.micro_batches)}."

@@ -82,7 +82,7 @@ def options(
     shared: dict[Placement, None] | None = None
     for variant, _, name in ports.members(number):
         factors = kinds[variant].factors
-        cuts = {
+        cuts: dict[Placement, None] = {
             place: None for leaf in factors.leaves(name) if divides(factors, leaf, degree)
             if (place := factors.shard(name, leaf)) is not None
         }  # fmt: skip

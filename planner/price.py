@@ -83,10 +83,17 @@ def _inner_communication_s(
 
 @dataclass(frozen=True)
 class NodeTimes:
-    """The seconds of every node of a lowered block, by its first output."""
+    """The seconds of every node of a lowered block, by its first output.
+
+    The prologue's are in `early`: its nodes may define values of the same names.
+    """
 
     of: dict[str, Seconds]
-    prologue: Seconds
+    early: dict[str, Seconds]
+
+    @property
+    def prologue(self) -> Seconds:
+        return sum(self.early.values(), Seconds())
 
     def total(self, nodes: Iterable[Node]) -> Seconds:
         found = Seconds()
@@ -97,13 +104,12 @@ class NodeTimes:
 
 def node_times(lowered: Lowered, storage: Storage, cost: CostModel) -> NodeTimes:
     """All nodes priced once."""
-    prologue = Seconds()
-    for node in lowered.prologue:
-        prologue += node_seconds(lowered, node, cost, types=lowered.early_types)
+    early = {
+        n.outputs[0]: node_seconds(lowered, n, cost, types=lowered.early_types)
+        for n in lowered.prologue
+    }
     nodes = (*lowered.forward, *lowered.backward)
-    return NodeTimes(
-        {n.outputs[0]: node_seconds(lowered, n, cost, storage) for n in nodes}, prologue
-    )
+    return NodeTimes({n.outputs[0]: node_seconds(lowered, n, cost, storage) for n in nodes}, early)
 
 
 @dataclass(frozen=True, slots=True)

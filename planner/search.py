@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
 from typing import Any
 
 from ir.batch import flow, needs_whole_batch
-from ir.cluster import Cluster
+from ir.cluster import GIB, Cluster
 from ir.errors import Refused, UsageError
 from ir.graph import BATCH, Graph
 from ir.lower import Degrees
 from ir.plan import Plan, encode, signature
 from ir.variants import variants
 from planner.approximations import approximations, divides_something
-from planner.candidate import Evaluated, Workload, degrees_of, evaluate
+from planner.candidate import Evaluated, Workload, evaluate
 from planner.cost import Roofline
 from planner.describe import describe
 from planner.estimate import Estimates
@@ -71,7 +73,7 @@ def plan(
         best.candidate.schedule, best.candidate.micro_batches, global_batch, optimizer, blocks,
         best.stages, best.prediction, notes,
     )  # fmt: skip
-    return replace(made, text=describe(made, best, Roofline(cluster, best.candidate.mesh)))
+    return replace(made, text=describe(made, best))
 
 
 def _check_batch(graph: Graph, global_batch: int) -> None:
@@ -91,7 +93,6 @@ class _Best:
     """The best plan so far, by step and then by fewer stages and more data ranks."""
 
     found: Evaluated | None = None
-    refusal: Refused | None = None
 
     def offer(self, new: Evaluated) -> None:
         if self.found is None or _order(new) < _order(self.found):
@@ -129,7 +130,23 @@ class _Search:
             self._search(tier, best)
             if best.found is not None:
                 return self._bounded(best.found)
-        raise best.refusal or self._nothing_to_do()
+        raise self._nothing_fits(everything) if everything else self._nothing_to_do()
+
+    def _nothing_fits(self, options: list[Candidate]) -> Refused:
+        """What the candidate of least memory lacks, and how many devices its state asks for."""
+        least = min(options, key=lambda c: (self.estimates.need_bytes(c), self.estimates.key(c)))
+        cost = Roofline(self.cluster, least.mesh)
+        price = BYTE_PRICES[-1] if least.mesh.tensor > 1 else 0.0
+        reason = "no plan fits"
+        try:
+            evaluate(self.work, least, self._pieces(least, price), cost)
+        except Refused as error:
+            reason = str(error)
+        state_bytes = self.estimates.state_bytes()
+        devices = ceil(state_bytes / cost.capacity_bytes)
+        needs = f" The state alone ({state_bytes / GIB:.1f} GiB) needs at least {devices} devices."
+        asked = f" The least was tried: {least.mesh}, {least.rows} rows per micro-batch."
+        return Refused(reason + asked + (needs if devices > self.cluster.n_devices else ""))
 
     def _bounded(self, found: Evaluated) -> Evaluated:
         bound_s = min([*self.bounds, found.prediction.step_s])
@@ -190,11 +207,10 @@ class _Search:
                 found = evaluate(self.work, candidate, self._pieces(candidate, price), cost)
             except SolverFailed:
                 raise
-            except Refused as error:
-                best.refusal = best.refusal or error
+            except Refused:
                 continue
             best.offer(found)
-            self.estimates.learn(candidate, found.prediction.step_s)
+            self.estimates.learn(candidate, found.pieces)
             if not _recomputes(found):
                 return
 
@@ -209,12 +225,12 @@ class _Search:
             cost = Roofline(self.cluster, mesh)
             result = self._sharding(candidate, price, cost)
             self.pieces[key] = pieces(
-                work.graph, work.flow, work.kinds, result, degrees_of(work, candidate), cost,
+                work.graph, work.flow, work.kinds, result, candidate.degrees, cost,
                 self.pins.recompute,
             )  # fmt: skip
         return self.pieces[key]
 
-    @property
+    @cached_property
     def _has_prologue(self) -> bool:
         return any(kind.spread.gathers(kind.block) for kind in self.work.kinds)
 

@@ -17,8 +17,7 @@ they occur; what happens once per step counts 1 / micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ir.graph import Graph, Node, TensorType, references
@@ -105,8 +104,8 @@ class _Search:
                 price = 0.0
                 for name in held.get(number, ()):
                     kind = types[name]
-                    size = kind.type.bytes(self.degrees.batch)
-                    size /= self.degrees.tensor if isinstance(place, Shard) else 1
+                    share = self.degrees.tensor if isinstance(place, Shard) else 1
+                    size = kind.type.bytes(self.degrees.batch) / share
                     kept = size * (HELD_TENSORS if kind.trainable else 1)
                     update = self.cost.optimizer_s(size, 2 * size) if kind.trainable else 0.0
                     price += update / self.degrees.micro_batches + kept * self.byte_price_s
@@ -125,7 +124,8 @@ class _Search:
             for option in strategies(node, factors, leaves):
                 variable = self.program.model.binary()
                 row.append((option, variable))
-                self.program.cost.append((weight * self._compute_s(variant, node, option), variable))
+                seconds = weight * self._compute_s(variant, node, option)
+                self.program.cost.append((seconds, variable))
             self.program.chosen[number, node] = row
             self.program.model.constrain([(1.0, v) for _, v in row], 1, 1)
 
@@ -303,7 +303,9 @@ class _Search:
             tuple(self._delivered(number, v, made[g], port) for v, g in block.gradients),
         )  # fmt: skip
 
-    def _delivered(self, number: int, value: str, made: Placement, port) -> Placement:
+    def _delivered(
+        self, number: int, value: str, made: Placement, port: Callable[[str, str], Placement]
+    ) -> Placement:
         """Gradients of a parameter that one call uses are brought into its layout once a step."""
         if not self._is_state(number, value):
             return port("gradient", value)

@@ -184,15 +184,35 @@ def run_program(
 
 def compare(found: Run, wanted: Run, *, tolerance: float = TOLERANCE) -> Comparison:
     """Relative differences of two runs; a gradient that only one has counts as infinite."""
-    loss = max(
-        (abs(a - b) / max(abs(b), 1e-300) for a, b in zip(found.losses, wanted.losses, strict=True)),
-        default=0.0,
-    )
+    pairs = zip(found.losses, wanted.losses, strict=True)
+    loss = max((abs(a - b) / max(abs(b), 1e-300) for a, b in pairs), default=0.0)
     grad, worst_grad = _worst(found.gradients, wanted.gradients)
     param, worst_param = _worst(found.tensors, wanted.tensors)
     name = worst_grad if grad >= param else worst_param
     loss = loss if all(map(_finite, found.losses)) else float("inf")
     return Comparison(loss, grad, param, name, found.unequal_replicas, tolerance)
+
+
+OWN_PRECISION_EPS = 64
+"""At a model's own precision, loss and gradient vector may differ by this many machine epsilons
+of its coarsest floating dtype: sums in another order, not another function."""
+
+
+def own_precision_error(found: Run, wanted: Run, model: nn.Module) -> float:
+    """The larger relative difference of first loss and gradient vector, in allowed units.
+
+    1 is `OWN_PRECISION_EPS` machine epsilons; more means another function.
+    """
+    floating = [t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    eps = max((torch.finfo(dtype).eps for dtype in floating), default=2**-23)
+    loss = abs(found.losses[0] - wanted.losses[0]) / max(abs(wanted.losses[0]), 1e-300)
+    far = size = 0.0
+    for name, gradient in wanted.gradients.items():
+        other = found.gradients.get(name, torch.zeros_like(gradient))
+        far += float((other.double() - gradient.double()).square().sum())
+        size += float(gradient.double().square().sum())
+    grad = (far / size) ** 0.5 if size else far**0.5
+    return max(loss, grad) / (OWN_PRECISION_EPS * eps)
 
 
 def _finite(value: float) -> bool:
@@ -224,5 +244,5 @@ def _worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, 
 def _largest(tensor: Tensor) -> float:
     if not tensor.numel():
         return 0.0
-    wide = tensor.abs() if not tensor.dtype == torch.bool else tensor.int()
+    wide = tensor.abs() if tensor.dtype != torch.bool else tensor.int()
     return float(wide.max())

@@ -41,12 +41,15 @@ class Aborted(RuntimeFailure):
 
 
 class RankFailed(RuntimeFailure):
-    """A local process died; carries the first one's rank and exit code and its last output."""
+    """A local process died; carries the first one's rank and how it ended.
+
+    `exit_code` is the rank's own where that says something to the user (2, 3, 4), else 3.
+    """
 
     def __init__(self, message: str, *, rank: int, exit_code: int) -> None:
         super().__init__(message)
         self.rank = rank
-        self.exit_code = exit_code
+        self.exit_code = exit_code if exit_code in (2, 3, 4) else 3
 
 
 def run_main(main: Callable[[], None]) -> None:

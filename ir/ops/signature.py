@@ -34,7 +34,8 @@ class Signature:
     known: bool = field(default=True)
 
 
-SignatureRule: TypeAlias = Callable[[Node, tuple[TensorType, ...], tuple[TensorType, ...]], Signature]
+Types: TypeAlias = "tuple[TensorType, ...]"
+SignatureRule: TypeAlias = Callable[[Node, Types, Types], Signature]
 
 
 def letters(prefix: str, kind: TensorType) -> Dims:
@@ -87,8 +88,9 @@ def along(
 
     def rule(node: Node, operands: Any, results: Any) -> Signature:
         rank = max(len(t.shape) for t in (*operands, *results))
-        dims = dim_of(node)
-        chosen = {d % rank for d in (dims if isinstance(dims, tuple) else (dims,))} if rank else set()
+        named = dim_of(node)
+        dims = named if isinstance(named, tuple) else (named,)
+        chosen = {d % rank for d in dims} if rank else set()
         ins = [_along_one(t, chosen, rank, f"wi{k}.") for k, t in enumerate(operands)]
         outs = tuple(_along_one(t, chosen, rank, f"wo{k}.") for k, t in enumerate(results))
         every = (x for dims in (*ins, *outs) for x in dims if x and x[0] == "w")
@@ -279,6 +281,23 @@ def index(node: Node, operands: Any, results: Any) -> Signature:
     return Signature(
         (tuple(source), picks), (out,), whole=frozenset([indexed] if indexed else []),
         linear=linear_in(0),
+    )  # fmt: skip
+
+
+def index_put(node: Node, operands: Any, results: Any) -> Signature:
+    """The reverse of `index`: what is put, and where, stays whole along the indexed dim."""
+    if len(operands) != 3:
+        return unknown(node, operands, results)
+    read = index(node, operands[:2], operands[2:])
+    x, where, values = (kind.shape for kind in operands)
+    at = next((d for d, item in enumerate(node.args[1]) if item is not None), 0)
+    if not read.known or values != (*x[:at], *where, *x[at + 1 :]):
+        return unknown(node, operands, results)
+    source, picks = read.operands
+    return Signature(
+        (source, picks, read.results[0]), (source,),
+        whole=read.whole | frozenset(letter for letter in picks if letter),
+        linear=linear_in((0, 2)),
     )  # fmt: skip
 
 

@@ -64,6 +64,7 @@ SIGNATURES: dict[str, tuple[SignatureRule, str]] = {
     "convolution.default": (sig.convolution, "conv"),
     "convolution_backward.default": (sig.convolution_backward, "conv"),
     "index.Tensor": (sig.index, "memory"),
+    "index_put.default": (sig.index_put, "memory"),
     "_to_copy.default": (sig.cast, "memory"),
     "view_as_real.default": (sig.view_as_real, "view"),
     "view_as_complex.default": (sig.view_as_complex, "view"),

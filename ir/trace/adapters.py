@@ -6,20 +6,24 @@ Everything else in the project uses public interfaces only.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
-import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without memory
 from torch.fx import traceback as fx_traceback  # carries module and line to traced nodes
 from torch.fx.experimental.proxy_tensor import make_fx  # the only tracer below autograd
 from torch.utils import _pytree as pytree  # the flattening that torch.export itself uses
+from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation that runs
 
 __all__ = [
-    "FakeTensorMode", "expression", "flatten", "hint", "make_fx", "node_meta", "preserve_meta",
-    "unflatten",
+    "FakeTensorMode", "FxNode", "TorchDispatchMode", "expression", "flatten", "hint", "make_fx",
+    "node_meta", "preserve_meta", "unflatten",
 ]  # fmt: skip
+
+FxNode: TypeAlias = Any
+"""An `fx.Node` whose arguments are read: torch types them as a union of 18 types, but the schema
+of the node's target says which one an argument is."""
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:

@@ -19,11 +19,11 @@ from torch import Tensor, fx, nn
 from ir.errors import CaptureError
 from ir.graph import BATCH, Block, Call, Graph, Input, State
 from ir.names import Namer
-from ir.trace.adapters import FakeTensorMode
+from ir.trace.adapters import FakeTensorMode, FxNode
 from ir.trace.block import body_nodes, capture_record, same_function
 from ir.trace.capture import Capture, capture, explain
 from ir.trace.convert import source_of, tensor_type
-from ir.trace.fold import OPAQUE, Record, Recorder, families
+from ir.trace.fold import Record, Recorder, families
 from ir.trace.joint import Segment, differentiable_outputs, differentiate
 from ir.trace.masks import recognise_masks
 from ir.trace.segment import HEAVY, canonical, live_nodes, segment, split
@@ -128,17 +128,14 @@ class _Builder:
         dims = [{0: BATCH} if leaf.rows is not None else {} for leaf in self.leaves]
         with recorder.installed("opaque"):
             top = capture(self.step, examples, dims)
-        self.input_types = [
-            tensor_type(leaf.tensor, {}) for leaf in self.leaves
-        ]
+        self.input_types = [tensor_type(leaf.tensor, {}) for leaf in self.leaves]
         for node in top.graph.nodes:
             if node.name in top.inputs:
                 kind = tensor_type(node.meta["val"], top.sizes)
                 index = top.inputs[node.name]
                 self.input_types[index] = kind
                 if not any(isinstance(s, sympy.Basic) for s in kind.shape):
-                    old = self.leaves[index]
-                    self._static(old, index)
+                    self._static(self.leaves[index], index)
         return recorder, top
 
     def _static(self, leaf: Leaf, index: int) -> None:
@@ -154,8 +151,7 @@ class _Builder:
     def _dry_run(self, recorder: Recorder, phase: str, factor: int) -> None:
         """Runs the step on fake tensors to see how the family members are called."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        tensors = {k: v for k, v in _all_tensors(self.step)}
-        fakes = {k: mode.from_tensor(v) for k, v in tensors.items()}
+        fakes: dict[str, Tensor] = {k: mode.from_tensor(v) for k, v in _all_tensors(self.step)}
         inputs = [mode.from_tensor(leaf.example(factor)) for leaf in self.leaves]
         try:
             with recorder.installed(phase), mode, torch.no_grad():
@@ -193,7 +189,7 @@ class _Builder:
             if isinstance(item, list):
                 self._flat_piece(item, values, top)
             else:
-                self._folded_piece(item, values, recorder.records[int(item.args[1])])
+                self._folded_piece(item, values, recorder.records)
         for holder, node in top.updates.items():
             place = next(n for n in values if n.name == holder)
             if node in values:
@@ -246,7 +242,10 @@ class _Builder:
                    [values[n] for n in outputs], path, path or "main", names)
         )  # fmt: skip
 
-    def _folded_piece(self, call: fx.Node, values: dict[fx.Node, str], record: Record) -> None:
+    def _folded_piece(
+        self, call: FxNode, values: dict[fx.Node, str], records: list[Record]
+    ) -> None:
+        record = records[int(call.args[1])]
         body = self.captures[record.variant]
         nodes = body_nodes(body)
         holders = [n for n in body.graph.nodes if n.op in ("placeholder", "get_attr")]

@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 
 from ir.errors import CaptureError, ShardwrightError
 from ir.graph import BATCH
-from ir.trace.adapters import expression, make_fx, preserve_meta
-from ir.trace.lift import Lift
+from ir.trace.adapters import FakeTensorMode, expression, make_fx, preserve_meta
+from ir.trace.interpret import Lift
 
 TORCH_HOME = str(Path(torch.__file__).parent)
 OWN_HOME = str(Path(__file__).parent)
@@ -40,14 +40,11 @@ class Capture:
     sizes: dict[sympy.Symbol, Any]
     guards: list[sympy.Basic] = field(default_factory=list)
 
-    def fake(self, node: fx.Node) -> Any:
-        return node.meta["val"]
-
 
 def capture(module: nn.Module, examples: list[Tensor], batch_dims: list[dict[int, Any]]) -> Capture:
     """Exports `module(*examples)`; `batch_dims[i]` maps a symbolic dim to its size in `BATCH`."""
     shapes = tuple(
-        {dim: torch.export.Dim.AUTO for dim in dims} if dims else None for dims in batch_dims
+        dict.fromkeys(dims, torch.export.Dim.AUTO) if dims else None for dims in batch_dims
     )
     try:
         program = torch.export.export(
@@ -60,7 +57,9 @@ def capture(module: nn.Module, examples: list[Tensor], batch_dims: list[dict[int
         raise explain(error, module) from error
 
 
-def _functional(program: torch.export.ExportedProgram, batch_dims: list[Any]) -> Capture:
+def _functional(
+    program: torch.export.ExportedProgram, batch_dims: list[dict[int, Any]]
+) -> Capture:
     """Removes mutation and rewrites to lifted operations in one pass."""
     module = program.graph_module
     _refuse_hidden_writes(module)
@@ -81,7 +80,10 @@ def _functional(program: torch.export.ExportedProgram, batch_dims: list[Any]) ->
     return _bind(program, flat, origin, batch_dims, mode)
 
 
-def _bind(program, flat: fx.GraphModule, origin: dict[str, str], batch_dims, mode) -> Capture:
+def _bind(
+    program: torch.export.ExportedProgram, flat: fx.GraphModule, origin: dict[str, str],
+    batch_dims: list[dict[int, Any]], mode: FakeTensorMode,
+) -> Capture:  # fmt: skip
     signature = program.graph_signature
     named = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     lifted = signature.inputs_to_lifted_tensor_constants
@@ -102,14 +104,18 @@ def _bind(program, flat: fx.GraphModule, origin: dict[str, str], batch_dims, mod
     output = next(node for node in flat.graph.nodes if node.op == "output")
     results = output.args[0] if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
     sizes = _size_map(flat, inputs, batch_dims)
-    guards = [g.expr.subs(mode.shape_env.replacements).subs(sizes) for g in mode.shape_env.guards]
+    shapes = mode.shape_env
+    assert shapes is not None
+    guards = [g.expr.subs(shapes.replacements).subs(sizes) for g in shapes.guards]
     return Capture(
         flat.graph, state, inputs, constants, list(results), updates, sizes,
         [g for g in guards if g.free_symbols == {BATCH}],
     )  # fmt: skip
 
 
-def _size_map(flat: fx.GraphModule, inputs: dict[str, int], batch_dims) -> dict[Any, Any]:
+def _size_map(
+    flat: fx.GraphModule, inputs: dict[str, int], batch_dims: list[dict[int, Any]]
+) -> dict[Any, Any]:
     found = {}
     for node in flat.graph.nodes:
         if node.op != "placeholder" or node.name not in inputs:
@@ -174,8 +180,9 @@ def explain(error: BaseException, module: nn.Module) -> CaptureError:
     if frames:
         frame, line = frames[-1]
         file = frame.f_code.co_filename
-        path = names.get(id(frame.f_locals.get("self")), "")
-        owner = type(frame.f_locals.get("self")).__name__ if path or "self" in frame.f_locals else ""
+        held = frame.f_locals.get("self")
+        path = names.get(id(held), "")
+        owner = type(held).__name__ if path or "self" in frame.f_locals else ""
         code = linecache.getline(file, line).strip()
         label = path.removeprefix("model.").removeprefix("model")
         module_text = f"module '{label}' ({owner})" if label else f"the top module ({owner})"

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ir.graph import Block, Node, Ref, Source, TensorType
 from ir.names import Namer
-from ir.trace.adapters import expression
+from ir.trace.adapters import FxNode, expression
 from ir.trace.capture import OWN_HOME, TORCH_HOME
 from ir.trace.normal import FILLS, IDENTITY, NEUTRAL, VIEW, WHOLE, aten
 
@@ -156,7 +156,7 @@ class Converter:
         self.names[node] = name
         self.types[name] = tensor_type(node.meta["val"], self.sizes)
 
-    def _visit(self, node: fx.Node) -> None:
+    def _visit(self, node: FxNode) -> None:
         value = node.meta.get("val")
         if node.target is operator.getitem:
             if node.args[0] in self.tuples:
@@ -169,12 +169,13 @@ class Converter:
             return
         self._emit(node, value)
 
-    def _is_noop(self, node: fx.Node, value: Any) -> bool:
+    def _is_noop(self, node: FxNode, value: Any) -> bool:
         neutral = NEUTRAL.get(node.target)
         if neutral is not None and len(node.args) == 2 and not node.kwargs:
             x, other = node.args
-            plain = isinstance(x, fx.Node) and type(other) in (int, float) and other == neutral
-            return plain and tensor_type(value, self.sizes) == self.types[self.names[x]]
+            if not isinstance(x, fx.Node) or type(other) not in (int, float) or other != neutral:
+                return False
+            return tensor_type(value, self.sizes) == self.types[self.names[x]]
         shape_only = node.target in VIEW or node.target in (
             aten.expand.default, aten._to_copy.default, aten.slice.Tensor)  # fmt: skip
         if not shape_only or not isinstance(node.args[0], fx.Node):
@@ -206,7 +207,7 @@ class Converter:
         owner = source_of(node).module.rsplit(".", 1)[-1]
         return owner if owner and not owner.isdigit() and node.meta.get("nn_module_stack") else base
 
-    def _normal(self, node: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    def _normal(self, node: FxNode) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
         target, args = node.target, node.args
         if target in VIEW:
             return "view", args[:1], {}
@@ -230,7 +231,7 @@ class Converter:
         overload = schema.overload_name or "default"
         return f"{schema.name.removeprefix('aten::')}.{overload}", args, dict(node.kwargs)
 
-    def _bounded(self, node: fx.Node) -> tuple[Any, ...]:
+    def _bounded(self, node: FxNode) -> tuple[Any, ...]:
         """Slice arguments with `to the end` spelled as the dim's size."""
         args = list(node.args)
         place = 3 if node.target is aten.slice.Tensor else 4
@@ -240,11 +241,11 @@ class Converter:
         return tuple(args)
 
     @staticmethod
-    def _fill_value(node: fx.Node) -> Any:
+    def _fill_value(node: FxNode) -> Any:
         return node.args[0] if node.target is aten.scalar_tensor.default else node.args[-1]
 
     @staticmethod
-    def _order(node: fx.Node) -> list[int]:
+    def _order(node: FxNode) -> list[int]:
         rank = node.args[0].meta["val"].dim()
         if node.target is aten.permute.default:
             return [d % rank for d in node.args[1]]

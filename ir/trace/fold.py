@@ -1,13 +1,15 @@
 """Folding: repeated siblings are captured once.
 
-Children of one container that are alike (same classes, parameters, buffers and plain attributes,
-except an integer equal to their own index) form a family. A dry run on fake tensors at two
-batch sizes records how each member is called; while the whole model is exported every member is
-then one opaque call with the recorded result types. A 126-layer model exports in seconds.
+Children of one container that are alike (same classes, parameters, buffers and attributes, except
+an integer equal to their own index) form a family. A dry run on fake tensors at two batch sizes
+records how each member is called and which operations it runs; while the whole model is exported
+every member is then one opaque call with the recorded result types. A 126-layer model exports in
+seconds.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ir.trace.adapters import flatten, unflatten
+from ir.trace.adapters import TorchDispatchMode, flatten, unflatten
 from ir.trace.library import CALL_SIGNATURE
 from ir.trace.step import named_tensors
 
-PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+OWN = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
 
 
 def families(model: nn.Module) -> list[tuple[str, ...]]:
@@ -32,22 +35,33 @@ def families(model: nn.Module) -> list[tuple[str, ...]]:
         if any(path.startswith(member + ".") for group in found for member in group):
             continue
         groups: dict[Any, list[str]] = {}
-        for index, (name, child) in enumerate(module.named_children()):
+        counters = _index_attributes(module)
+        for name, child in module.named_children():
             if any(True for _ in child.children()):
                 member = f"{path}.{name}" if path else name
-                groups.setdefault(likeness(child, index), []).append(member)
+                groups.setdefault(likeness(child, counters), []).append(member)
         found += [tuple(group) for group in groups.values() if len(group) > 1]
     return found
 
 
-def likeness(module: nn.Module, index: int) -> tuple[Any, ...]:
-    """What two siblings must share to be captured as one."""
+def _index_attributes(container: nn.Module) -> frozenset[tuple[str, str]]:
+    """(path, attribute) of the integers that are each child's own index in all children."""
+    values: dict[tuple[str, str], set[bool]] = {}
+    for index, child in enumerate(container.children()):
+        for path, part in child.named_modules():
+            for key, value in vars(part).items():
+                if type(value) is int:
+                    values.setdefault((path, key), set()).add(value == index)
+    return frozenset(place for place, found in values.items() if found == {True})
+
+
+def likeness(module: nn.Module, counters: frozenset[tuple[str, str]]) -> tuple[Any, ...]:
+    """What two siblings must share to be captured as one; `counters` hold their own index."""
     parts: list[Any] = []
     for path, part in module.named_modules():
-        plain = {k: v for k, v in vars(part).items() if k[0] != "_" and isinstance(v, PLAIN)}
         own = tuple(
-            (k, "its index") if type(v) is int and v == index else (k, type(v).__name__, repr(v))
-            for k, v in sorted(plain.items())
+            (k, "its index" if (path, k) in counters else _comparable(v))
+            for k, v in sorted(vars(part).items()) if k not in OWN
         )
         tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
         types = tuple(
@@ -58,9 +72,42 @@ def likeness(module: nn.Module, index: int) -> tuple[Any, ...]:
     return tuple(parts)
 
 
+def _comparable(value: Any) -> Any:
+    """Equal for equal plain values and collections of them; else only for the same object."""
+    match value:
+        case dict():
+            return "dict", tuple((repr(k), _comparable(v)) for k, v in value.items())
+        case list() | tuple():
+            return type(value).__name__, tuple(map(_comparable, value))
+        case int() | float() | str() | torch.dtype() | torch.device() | None:
+            return type(value).__name__, repr(value)
+        case _:
+            return id(value)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, writes down every operation with its literals."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lines: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves = flatten((args, kwargs))[0]
+        literals = ["tensor" if isinstance(x, Tensor) else repr(x) for x in leaves]
+        self.lines.append(f"{func}({', '.join(literals)})")
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
+
+
 @dataclass
 class Record:
-    """One call of a folded member: how it was called and what came out."""
+    """One call of a folded member: how it was called, what it ran and what came out."""
 
     path: str
     family: int
@@ -68,6 +115,7 @@ class Record:
     spec: Any
     leaves: list[Any]
     rows: int
+    operations: str = ""
     out_spec: Any = None
     out_leaves: list[Any] = field(default_factory=list)
     input_sizes: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
@@ -95,12 +143,13 @@ class Record:
         """Calls with the same variant share one captured block."""
         types = tuple((tuple(t.shape), t.dtype) for t in self.inputs)
         constants = tuple(repr(leaf) for leaf in self.leaves if not isinstance(leaf, Tensor))
-        return self.family, str(self.spec), constants, types
+        return self.family, str(self.spec), constants, types, self.operations
 
 
 _PENDING: dict[str, Record] = {}
-_LIBRARY = torch.library.Library("shardwright_fold", "DEF")
-_LIBRARY.define(CALL_SIGNATURE)
+# torch leaves these two calls untyped
+_LIBRARY = torch.library.Library("shardwright_fold", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(CALL_SIGNATURE)  # type: ignore[no-untyped-call]
 
 
 def _opaque(xs: list[Tensor], key: str) -> list[Tensor]:
@@ -147,7 +196,7 @@ class Recorder:
         members = [(i, path) for i, group in enumerate(self.groups) for path in group]
         for family, path in members:
             module = self.model.get_submodule(path)
-            module.forward = self._stub(family, path, module, module.forward)  # type: ignore
+            module.forward = self._stub(family, path, module, module.forward)
         try:
             yield
         finally:
@@ -170,19 +219,18 @@ class Recorder:
 
         return stub
 
-    def _record(self, family, path, module, forward, leaves, spec):
+    def _record(self, family: int, path: str, module: nn.Module, forward: Any,
+                leaves: list[Any], spec: Any) -> Any:  # fmt: skip
         record = Record(path, family, module, spec, leaves, self.rows)
-        twin = next((r for r in self.records if r.variant == record.variant), None)
-        if twin is None:
-            args, kwargs = unflatten(leaves, spec)
+        args, kwargs = unflatten(leaves, spec)
+        with _Operations() as seen:
             record.out_leaves, record.out_spec = flatten(forward(*args, **kwargs))
-        else:
-            record.out_leaves, record.out_spec = twin.out_leaves, twin.out_spec
+        record.operations = seen.digest
         self.records.append(record)
         fresh = [torch.empty_like(t) for t in _tensors(record.out_leaves)]
         return self._results(record, fresh)
 
-    def _resize(self, record, forward, leaves, spec):
+    def _resize(self, record: Record, forward: Any, leaves: list[Any], spec: Any) -> Any:
         """Runs once per variant; pairs the sizes at both batch sizes."""
         twin = next((r for r in self.records if r.variant == record.variant), record)
         if not twin.output_sizes:

@@ -7,11 +7,15 @@ ever run on fake tensors here; emitted programs call the functions of the same n
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
 ops = torch.ops.shardwright
+Context: TypeAlias = Any
+"""What an autograd rule keeps from forward to backward: attributes of its own, and tensors."""
 
 
 @custom_op("shardwright::einsum", mutates_args=())
@@ -20,19 +24,19 @@ def einsum(equation: str, x: Tensor, y: Tensor) -> Tensor:
 
 
 @einsum.register_fake
-def _(equation, x, y):
+def _(equation: str, x: Tensor, y: Tensor) -> Tensor:
     terms, out = equation.split("->")
     first, second = terms.split(",")
     size = {**dict(zip(second, y.shape, strict=True)), **dict(zip(first, x.shape, strict=True))}
     return x.new_empty([size[letter] for letter in out])
 
 
-def _einsum_setup(ctx, inputs, output):
+def _einsum_setup(ctx: Context, inputs: Any, output: Any) -> None:
     ctx.equation, x, y = inputs
     ctx.save_for_backward(x, y)
 
 
-def _einsum_backward(ctx, grad):
+def _einsum_backward(ctx: Context, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
     x, y = ctx.saved_tensors
     terms, out = ctx.equation.split("->")
     first, second = terms.split(",")
@@ -52,12 +56,14 @@ def attention(
     raise RuntimeError("attention is only traced here")
 
 
-def _wide(dtype):
+def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @attention.register_fake
-def _(q, k, v, mask, causal, scale):
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     out = q.new_empty([*q.shape[:-1], v.shape[-1]])
     return out, q.new_empty(q.shape[:-1], dtype=_wide(q.dtype))
 
@@ -71,16 +77,18 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(grad, q, k, v, out, logsumexp, mask, causal, scale):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _attention_setup(ctx, inputs, output):
+def _attention_setup(ctx: Context, inputs: Any, output: Any) -> None:
     q, k, v, mask, ctx.causal, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, mask, *output)
 
 
-def _attention_gradient(ctx, grad, grad_logsumexp):
+def _attention_gradient(ctx: Context, grad: Tensor, grad_logsumexp: Any) -> tuple[Any, ...]:
     q, k, v, mask, out, logsumexp = ctx.saved_tensors
     grads = ops.attention_backward(
         grad, q, k, v, out, logsumexp, mask, ctx.causal, ctx.scale
@@ -98,7 +106,7 @@ def cross_entropy(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Te
 
 
 @cross_entropy.register_fake
-def _(logits, target, ignore_index):
+def _(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     rows = logits.shape[:1]
     return logits.new_empty(rows), logits.new_empty(rows, dtype=_wide(logits.dtype))
 
@@ -111,16 +119,20 @@ def cross_entropy_backward(
 
 
 @cross_entropy_backward.register_fake
-def _(grad, logits, target, logsumexp, ignore_index):
+def _(
+    grad: Tensor, logits: Tensor, target: Tensor, logsumexp: Tensor, ignore_index: int
+) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-def _cross_entropy_setup(ctx, inputs, output):
+def _cross_entropy_setup(ctx: Context, inputs: Any, output: Any) -> None:
     logits, target, ctx.ignore_index = inputs
     ctx.save_for_backward(logits, target, output[1])
 
 
-def _cross_entropy_gradient(ctx, grad, grad_logsumexp):
+def _cross_entropy_gradient(
+    ctx: Context, grad: Tensor, grad_logsumexp: Any
+) -> tuple[Tensor, None, None]:
     logits, target, logsumexp = ctx.saved_tensors
     back = ops.cross_entropy_backward(grad, logits, target, logsumexp, ctx.ignore_index)
     return back, None, None
@@ -136,7 +148,7 @@ def normalize(x: Tensor, dims: int, eps: float) -> tuple[Tensor, Tensor]:
 
 
 @normalize.register_fake
-def _(x, dims, eps):
+def _(x: Tensor, dims: int, eps: float) -> tuple[Tensor, Tensor]:
     shape = [*x.shape[: x.dim() - dims], *([1] * dims)]
     return x.new_empty(x.shape), x.new_empty(shape, dtype=_wide(x.dtype))
 
@@ -147,16 +159,18 @@ def normalize_backward(grad: Tensor, normalised: Tensor, rstd: Tensor, dims: int
 
 
 @normalize_backward.register_fake
-def _(grad, normalised, rstd, dims):
+def _(grad: Tensor, normalised: Tensor, rstd: Tensor, dims: int) -> Tensor:
     return grad.new_empty(grad.shape)
 
 
-def _normalize_setup(ctx, inputs, output):
+def _normalize_setup(ctx: Context, inputs: Any, output: Any) -> None:
     ctx.dims = inputs[1]
     ctx.save_for_backward(*output)
 
 
-def _normalize_gradient(ctx, grad, grad_rstd):
+def _normalize_gradient(
+    ctx: Context, grad: Tensor, grad_rstd: Any
+) -> tuple[Tensor, None, None]:
     return ops.normalize_backward(grad, *ctx.saved_tensors, ctx.dims), None, None
 
 
@@ -170,15 +184,15 @@ def dropout(x: Tensor, p: float, op: int) -> Tensor:
 
 
 @dropout.register_fake
-def _(x, p, op):
+def _(x: Tensor, p: float, op: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _dropout_setup(ctx, inputs, output):
+def _dropout_setup(ctx: Context, inputs: Any, output: Any) -> None:
     _, ctx.p, ctx.op = inputs
 
 
-def _dropout_gradient(ctx, grad):
+def _dropout_gradient(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
     return ops.dropout(grad, ctx.p, ctx.op), None, None
 
 

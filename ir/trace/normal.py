@@ -1,7 +1,7 @@
 """Normal forms: several ATen spellings of one operation become one.
 
-`replay_target` simplifies calls before differentiation; `NORMAL` maps ATen overloads to the
-operation names of the op table when a traced graph is converted.
+`replay_target` simplifies calls before differentiation; the tables below it say which calls
+vanish or become `view` and `full` when a traced graph is converted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ aten = torch.ops.aten
 WHOLE = sys.maxsize
 
 
-def replay_target(target: Any) -> Callable:
-    return SIMPLER.get(target, target)
+def replay_target(target: Any) -> Callable[..., Any]:
+    simpler: Callable[..., Any] = SIMPLER.get(target, target)
+    return simpler
 
 
 def _copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -32,7 +33,8 @@ def _full_slice(x: Tensor, dim: int, start: Any, end: Any, step: int) -> bool:
 def _slice(x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Tensor:
     if _full_slice(x, dim, start, end, step):
         return x
-    return aten.slice.Tensor(x, dim, start, end, step)
+    piece: Tensor = aten.slice.Tensor(x, dim, start, end, step)
+    return piece
 
 
 def _slice_scatter(
@@ -40,10 +42,11 @@ def _slice_scatter(
 ) -> Tensor:
     if _full_slice(x, dim, start, end, step):
         return source
-    return aten.slice_scatter.default(x, source, dim, start, end, step)
+    whole: Tensor = aten.slice_scatter.default(x, source, dim, start, end, step)
+    return whole
 
 
-SIMPLER: dict[Any, Callable] = {
+SIMPLER: dict[Any, Callable[..., Any]] = {
     aten.copy.default: _copy,
     aten.slice.Tensor: _slice,
     aten.slice_scatter.default: _slice_scatter,

@@ -42,10 +42,12 @@ def is_size(node: fx.Node) -> bool:
 
 
 def split(nodes: list[fx.Node], sizes: dict[Any, Any]) -> list[list[fx.Node] | fx.Node]:
-    """Opaque calls alone; the stretches between them cut further when there are none."""
+    """Opaque calls and the stretches between them; without such calls, one stretch, cut further."""
+    calls = {node for node in nodes if node.target is OPAQUE}
+    if not calls:
+        return [*cut(nodes, sizes)]
     items: list[list[fx.Node] | fx.Node] = []
     stretch: list[fx.Node] = []
-    calls = {node for node in nodes if node.target is OPAQUE}
     for node in nodes:
         if node in calls:
             items += [stretch] if stretch else []
@@ -53,10 +55,7 @@ def split(nodes: list[fx.Node], sizes: dict[Any, Any]) -> list[list[fx.Node] | f
             stretch = []
         elif not (node.target is operator.getitem and node.args[0] in calls):
             stretch.append(node)
-    items += [stretch] if stretch else []
-    if calls:
-        return items
-    return [piece for item in items for piece in cut(item, sizes)]  # type: ignore[arg-type]
+    return [*items, stretch] if stretch else items
 
 
 def cut(nodes: list[fx.Node], sizes: dict[Any, Any]) -> list[list[fx.Node]]:

@@ -37,7 +37,7 @@ def test_a_spec_that_makes_no_sense_is_refused(spec: str) -> None:
 
 
 def test_an_unknown_device_is_answered_with_near_names() -> None:
-    with pytest.raises(UsageError, match=r"'h1000'.*H100-SXM"):
+    with pytest.raises(UsageError, match=r"'H1000'.*H100-SXM"):
         Cluster.parse("8xH1000")
 
 

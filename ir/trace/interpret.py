@@ -1,0 +1,128 @@
+"""Runs an exported graph through the rules of `ir.trace.lift`.
+
+Input: an exported graph (pre-dispatch ATen). Output, when interpreted under `make_fx`: the same
+function in terms of `shardwright::einsum`, `attention`, `cross_entropy`, `normalize`, `dropout`,
+elementwise operations, sums and views. Dropout is numbered here, in the order of its calls.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ir.errors import CaptureError
+from ir.trace.library import ops
+from ir.trace.lift import LIFTS, matmul
+
+aten = torch.ops.aten
+
+
+class AttentionLift:
+    """Lifts scaled_dot_product_attention; needs dropout ids, hence bound to an interpreter."""
+
+    def __init__(self, interpreter: Lift):
+        self.interpreter = interpreter
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        learned = attn_mask is not None and attn_mask.is_floating_point()
+        whole = q.dim() == k.dim() == v.dim() == 4 and q.shape[1] % k.shape[1] == 0
+        if whole and not dropout_p and not learned and _same_rows(q, k, v):
+            mask = None if attn_mask is None else attn_mask.reshape(_four(attn_mask))
+            out: Tensor = ops.attention(q, k, v, mask, is_causal, float(scale))[0]
+            return out
+        return self.explicit(q, k, v, attn_mask, dropout_p, is_causal, scale)
+
+    def explicit(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float,
+                 causal: bool, scale: float) -> Tensor:  # fmt: skip
+        """softmax(q kᵀ · scale + mask) v, step by step."""
+        if q.shape[-3:-2] != k.shape[-3:-2] and q.dim() > 2:
+            repeat = q.shape[-3] // k.shape[-3]
+            k, v = k.repeat_interleave(repeat, -3), v.repeat_interleave(repeat, -3)
+        scores = matmul(q, k.transpose(-2, -1)) * scale
+        if causal:
+            rows = torch.arange(q.shape[-2], device=q.device).unsqueeze(-1)
+            mask = rows >= torch.arange(k.shape[-2], device=q.device)
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(mask.logical_not(), -math.inf)
+        elif mask is not None:
+            scores = scores + mask
+        weights = torch.softmax(scores, -1)
+        if dropout_p:
+            weights = self.interpreter.dropout(weights, dropout_p)
+        return matmul(weights, v)
+
+
+def _same_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return q.shape[0] == k.shape[0] == v.shape[0] and k.shape[:3] == v.shape[:3]
+
+
+def _four(mask: Tensor) -> list[int]:
+    return [1] * (4 - mask.dim()) + list(mask.shape)
+
+
+class Lift(fx.Interpreter):
+    """Runs an exported graph through `LIFTS`."""
+
+    def __init__(self, module: fx.GraphModule, *, counter: list[int] | None = None,
+                 no_grad: bool = False):  # fmt: skip
+        super().__init__(module)
+        self.counter = counter if counter is not None else [0]
+        self.no_grad = no_grad
+        self.attention = AttentionLift(self)
+
+    def dropout(self, x: Tensor, p: float, train: bool = True) -> Tensor:
+        if not train or p == 0:
+            return x
+        self.counter[0] += 1
+        out: Tensor = ops.dropout(x, float(p), self.counter[0])
+        return out
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = self.rewrite(target, args, kwargs)
+        return _detached(out) if self.no_grad and not _mutates(target) else out
+
+    def rewrite(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in (aten._assert_tensor_metadata.default, aten._assert_async.msg,
+                      aten._assert_scalar.default, aten.sym_constrain_range_for_size.default):
+            return None  # fmt: skip
+        if target is aten.dropout.default:
+            return self.dropout(*args, **kwargs)
+        if target is aten.scaled_dot_product_attention.default:
+            return self.attention(*args, **kwargs)
+        if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            return self.region(not args[0], args[1], args[2:])
+        if target is torch.ops.higher_order.wrap_with_autocast:
+            return self.autocast(*args)
+        return LIFTS.get(target, target)(*args, **kwargs)
+
+    def region(self, no_grad: bool, module: fx.GraphModule, operands: tuple[Any, ...]) -> Any:
+        inner = Lift(module, counter=self.counter, no_grad=no_grad or self.no_grad)
+        return inner.run(*operands)
+
+    def autocast(self, device_type: str, dtype: Any, enabled: bool, cache: Any,
+                 module: fx.GraphModule, *operands: Any) -> Any:  # fmt: skip
+        if enabled:
+            raise CaptureError(
+                "torch.autocast inside the model is not captured: its casts depend on the "
+                "device. Give the model in the dtypes that it should run in."
+            )
+        return self.region(self.no_grad, module, operands)
+
+
+def _detached(out: Any) -> Any:
+    if isinstance(out, Tensor):
+        return out.detach()
+    return type(out)(map(_detached, out)) if isinstance(out, (list, tuple)) else out
+
+
+def _mutates(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)

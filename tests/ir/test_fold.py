@@ -1,0 +1,132 @@
+"""Repeated layers are captured once, and only if they compute the same thing."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ir.errors import CaptureError
+from ir.graph import Graph
+from ir.trace import trace
+
+
+class Layer(nn.Module):
+    """A residual layer; `extra` changes it in a way of the caller's choice."""
+
+    runs = 0
+
+    def __init__(self, extra: Callable[["Layer", Tensor], Tensor] | None = None):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.extra = extra
+
+    def forward(self, x):
+        type(self).runs += 1
+        y = torch.tanh(self.linear(x))
+        return x + (y if self.extra is None else self.extra(self, y))
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: list[nn.Module]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def traced(layers: list[nn.Module]) -> Graph:
+    return trace(Stack(layers), (torch.randn(5, 6),))
+
+
+def layer_blocks(graph: Graph) -> list[int]:
+    """The block of each layer, the first layer left out: its input needs no gradient."""
+    return [call.block for call in graph.calls if call.path.startswith("layers.")][1:]
+
+
+def test_equal_layers_share_one_block() -> None:
+    graph = traced([Layer() for _ in range(6)])
+    blocks = layer_blocks(graph)
+    assert len(blocks) == 5 and len(set(blocks)) == 1
+
+
+def test_the_capture_of_a_layer_does_not_grow_with_their_number() -> None:
+    """Beyond one dry run of each layer, only one of them is captured and one more compared."""
+    counts = []
+    for layers in (4, 12):
+        Layer.runs = 0
+        traced([Layer() for _ in range(layers)])
+        counts.append(Layer.runs - layers)
+    assert counts[0] == counts[1]
+
+
+def test_each_call_keeps_its_own_parameters() -> None:
+    graph = traced([Layer() for _ in range(4)])
+    names = {state.name: state.names[0] for state in graph.state}
+    for number, call in enumerate(c for c in graph.calls if c.path.startswith("layers.")):
+        read = {names[a] for a in call.arguments if a in names}
+        assert read == {f"layers.{number}.linear.weight", f"layers.{number}.linear.bias"}
+
+
+def test_alternating_layers_fold_into_two_families() -> None:
+    double, plain = (lambda layer, y: y * 2), None
+    blocks = layer_blocks(traced([Layer(extra) for extra in (plain, double) * 3]))
+    assert blocks[0] == blocks[2] == blocks[4] != blocks[1] == blocks[3]
+
+
+class Dilated(nn.Module):
+    def __init__(self, dilation: int):
+        super().__init__()
+        self.conv = nn.Conv1d(6, 6, 3, padding=dilation, dilation=dilation)
+
+    def forward(self, x):
+        return x + self.conv(x)
+
+
+def test_a_tuple_that_differs_in_the_middle_is_seen() -> None:
+    graph = trace(Stack([Dilated(d) for d in (1, 1, 2, 1)]), (torch.randn(5, 6, 9),))
+    found = {
+        call.path: node.args[5] for call in graph.calls
+        for node in graph.blocks[call.block].forward if node.op == "convolution.default"
+    }  # fmt: skip
+    assert found == {f"layers.{i}": (d,) for i, d in enumerate((1, 1, 2, 1))}
+
+
+def hidden_attribute(layer: Layer, y: Tensor) -> Tensor:
+    return y * layer.settings["scale"]  # type: ignore[index, operator]
+
+
+def own_index(layer: Layer, y: Tensor) -> Tensor:
+    return y * 2 if layer.index in (1, 2) else y
+
+
+def private_attribute(layer: Layer, y: Tensor) -> Tensor:
+    return y * layer._scale  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("extra", [hidden_attribute, own_index, private_attribute])
+def test_a_middle_layer_that_differs_is_not_folded(extra) -> None:
+    layers = [Layer(extra) for _ in range(5)]
+    for index, layer in enumerate(layers):
+        layer.index = index
+        layer.settings = {"scale": 2.0 if index == 2 else 1.0}
+        layer._scale = 2.0 if index == 2 else 1.0
+    blocks = layer_blocks(traced(layers))
+    assert len(set(blocks)) == 2 and blocks[0] != blocks[1]
+
+
+def test_a_hidden_constant_that_differs_is_refused() -> None:
+    """A tensor that no attribute shows: the captures are compared and differ."""
+    scales = iter([torch.ones(6), torch.ones(6), torch.ones(6) * 3])
+    held = {}
+
+    def extra(layer: Layer, y: Tensor) -> Tensor:
+        if layer.linear not in held:
+            held[layer.linear] = next(scales)
+        return y * held[layer.linear]
+
+    with pytest.raises(CaptureError, match=r"layers\.0 and layers\.2 look alike but compute diff"):
+        traced([Layer(extra) for _ in range(3)])

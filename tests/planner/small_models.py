@@ -1,0 +1,79 @@
+"""Small models for the planner's tests, traced without Hugging Face."""
+
+import torch
+from torch import nn
+
+from ir.graph import Graph
+from ir.trace import trace
+
+
+class Layer(nn.Module):
+    """Norm, two products with an activation between them, a residual."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Chain(nn.Module):
+    """An embedding, `depth` equal layers, a head, cross-entropy."""
+
+    def __init__(self, depth: int = 4, width: int = 16, hidden: int = 32, words: int = 24) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(Layer(width, hidden) for _ in range(depth))
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Products(nn.Module):
+    """`depth` products without bias, and a loss."""
+
+    def __init__(self, depth: int, width: int = 4) -> None:
+        super().__init__()
+        self.products = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for product in self.products:
+            x = product(x).relu()
+        return x.sum()
+
+
+class Whole(nn.Module):
+    """A batch norm by hand: statistics over all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return (y - y.mean(0, keepdim=True)).square().sum()
+
+
+def chain(depth: int = 4, width: int = 16, hidden: int = 32, words: int = 24, seq: int = 8) -> Graph:
+    with torch.device("meta"):
+        model = Chain(depth, width, hidden, words)
+        ids = torch.zeros(8, seq, dtype=torch.long)
+    return trace(model, (ids, ids), {}, name="chain")
+
+
+def products(depth: int, width: int = 4) -> Graph:
+    with torch.device("meta"):
+        model, x = Products(depth, width), torch.zeros(8, width)
+    return trace(model, (x,), {}, name="products")
+
+
+def whole() -> Graph:
+    with torch.device("meta"):
+        model, x = Whole(), torch.zeros(8, 4)
+    return trace(model, (x,), {}, name="whole")

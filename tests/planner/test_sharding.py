@@ -1,0 +1,194 @@
+"""The sharding program: equal to brute force on small graphs, and Megatron's layout by cost."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from math import inf
+
+import pytest
+import torch
+from small_models import chain, products
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ir.batch import flow
+from ir.cluster import Cluster, Mesh
+from ir.graph import Graph, Node, references
+from ir.layout import Placement, Shard
+from ir.lower import Degrees, Lowered, lower
+from ir.reshard import possible
+from ir.strategies import Strategy, strategies
+from ir.trace import trace
+from ir.variants import Variant, variants
+from planner.cost import Roofline
+from planner.ports import divides, options
+from planner.sharding import ShardingResult, _Search, shard
+
+COST = Roofline(Cluster.local(2), Mesh(1, 1, 2))
+DEGREES = Degrees(8, 1, 2, 1)
+
+
+@dataclass
+class Exhaustive:
+    """The cheapest sharding by trying all of them, leaving out what is already too dear.
+
+    Prices come from the planner's own functions; what is tried and how it adds up does not.
+    """
+
+    graph: Graph
+    kinds: tuple[Variant, ...]
+    byte_price_s: float
+    best_s: float = inf
+    prices: _Search = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prices = _Search(self.graph, self.kinds, DEGREES, COST, self.byte_price_s)
+
+    def solve(self) -> float:
+        ports = self.prices.ports
+        numbers = sorted(self._used())
+        choices = [options(ports, n, self.kinds, DEGREES.tensor) for n in numbers]
+        for places in product(*choices):
+            picked = dict(zip(numbers, places, strict=True))
+            self._variant(0, picked, self._held_s(picked))
+        return self.best_s
+
+    def _used(self) -> set[int]:
+        """Classes of what blocks read and hand on."""
+        found = set()
+        for number, kind in enumerate(self.kinds):
+            names = [("value", n) for n in (*kind.block.inputs, *kind.block.outputs)]
+            names += [("gradient", o) for o, _ in kind.block.tangents]
+            names += [("gradient", v) for v, _ in kind.block.gradients]
+            found |= {self.prices.ports.of_value[number, *name] for name in names}
+        return found
+
+    def _held_s(self, picked: dict[int, Placement]) -> float:
+        total = 0.0
+        types = {item.name: item for item in self.graph.state}
+        for name, number in self.prices.ports.state.items():
+            share = 2 if isinstance(picked[number], Shard) else 1
+            size = types[name].type.bytes(8) / share
+            total += COST.optimizer_s(size, 2 * size) + 3 * size * self.byte_price_s
+        return total
+
+    def _variant(self, number: int, picked: dict[int, Placement], spent_s: float) -> None:
+        if number == len(self.kinds):
+            self.best_s = min(self.best_s, spent_s)
+            return
+        kind = self.kinds[number]
+        port = self.prices.ports.of_value
+        have = {n: picked[port[number, "value", n]] for n in kind.block.inputs}
+        have |= {t: picked[port[number, "gradient", o]] for o, t in kind.block.tangents}
+        self._node(number, 0, picked, have, frozenset(), spent_s)
+
+    def _node(self, number, place, picked, have, paid, spent_s) -> None:
+        if spent_s >= self.best_s:
+            return
+        kind = self.kinds[number]
+        if place == len(kind.block.nodes):
+            self._deliver(number, picked, have, paid, spent_s)
+            return
+        node, weight = kind.block.nodes[place], len(kind.calls)
+        phase = place >= kind.block.n_forward
+        for option in self._strategies(kind, node):
+            names = [ref.name for ref in references((node.args, node.kwargs))]
+            wants = list(zip(names, option.operands, strict=True))
+            if not all(possible(have[name], want) for name, want in wants):
+                continue
+            moves = {(name, have[name], want, phase) for name, want in wants} - paid
+            seconds = self.prices._compute_s(kind, node, option) + self._moves_s(kind, moves)
+            results = [name for name in node.outputs if name in kind.block.types]
+            made = have | dict(zip(results, option.results, strict=True))
+            self._node(number, place + 1, picked, made, paid | moves, spent_s + weight * seconds)
+
+    def _strategies(self, kind: Variant, node: Node) -> Iterator[Strategy]:
+        leaves = [f for f in kind.factors.size if divides(kind.factors, f, DEGREES.tensor)]
+        yield from strategies(node, kind.factors, leaves)
+
+    def _moves_s(self, kind: Variant, moves) -> float:
+        return sum(self.prices._reshard_s(kind, name, a, b) for name, a, b, _ in moves)
+
+    def _deliver(self, number, picked, have, paid, spent_s) -> None:
+        kind, port = self.kinds[number], self.prices.ports.of_value
+        wanted = [(o, picked[port[number, "value", o]], False) for o in kind.block.outputs]
+        for value, gradient in kind.block.gradients:
+            once = self.prices._is_state(number, value)
+            target = picked[port[number, "value" if once else "gradient", value]]
+            wanted.append((gradient, target, True))
+            if once:
+                share = 2 if isinstance(have[gradient], Shard) else 1
+                size = kind.block.types[gradient].bytes(8) / share
+                spent_s += len(kind.calls) * size * self.byte_price_s
+        if all(possible(have[name], want) for name, want, _ in wanted):
+            moves = {(name, have[name], want, phase) for name, want, phase in wanted} - paid
+            self._variant(number + 1, picked, spent_s + len(kind.calls) * self._moves_s(kind, moves))
+
+
+@pytest.mark.parametrize("byte_price_s", [0.0, 1e-6], ids=["memory free", "memory dear"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_sharding_program_equals_brute_force(depth: int, byte_price_s: float) -> None:
+    graph = products(depth)
+    kinds = variants(graph, flow(graph))
+    found = shard(graph, kinds, DEGREES, COST, byte_price_s=byte_price_s, gap=1e-6)
+    assert found.objective_s == pytest.approx(
+        Exhaustive(graph, kinds, byte_price_s).solve(), rel=1e-5
+    )
+    assert found.bound_s <= found.objective_s
+
+
+def test_a_price_on_memory_cuts_the_parameters() -> None:
+    graph = chain(depth=2)
+    kinds = variants(graph, flow(graph))
+    found = shard(graph, kinds, DEGREES, COST, byte_price_s=1e-3)
+    big = [item for item in graph.state if item.type.bytes(1) > 256]
+    assert big
+    assert all(isinstance(found.state[item.name], Shard) for item in big)
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Variant, ShardingResult, Lowered]:
+    """A block of Llama-3-8B's sizes on a tensor axis of 8."""
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=32000, max_position_embeddings=4096, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        ids = torch.zeros(1, 4096, dtype=torch.long)
+    graph = trace(model, (), {"input_ids": ids, "labels": ids})
+    kinds, degrees = variants(graph, flow(graph)), Degrees(1, 1, 8, 1)
+    found = shard(graph, kinds, degrees, Roofline(Cluster.parse("8xH100-SXM"), Mesh(1, 1, 8)))
+    number = next(n for n, kind in enumerate(kinds) if len(kind.calls) == 2)
+    kind, sharding = kinds[number], found.shardings[number]
+    return kind, found, lower(kind.block, kind.spread, sharding, degrees)
+
+
+def test_a_llama_block_is_cut_by_columns_then_by_rows(llama) -> None:
+    kind, found, _ = llama
+    number = next(n for n, s in enumerate(found.shardings) if len(s.chosen) == len(kind.block.nodes))
+    places = dict(zip(kind.block.inputs, found.shardings[number].inputs, strict=True))
+    cuts = {name: place.dim for name, place in places.items()
+            if name.endswith("proj_weight") and isinstance(place, Shard)}  # fmt: skip
+    columns = {name: 0 for name in places if name.split("_proj")[0][-2:] in ("_q", "_k", "_v")}
+    columns |= {name: 0 for name in places if "gate_proj" in name or "up_proj" in name}
+    rows = {name: 1 for name in places if "o_proj" in name or "down_proj" in name}
+    assert len(columns) == 5 and len(rows) == 2
+    assert cuts == columns | rows
+
+
+def test_a_llama_block_has_sequence_cut_norms_residuals_and_boundary(llama) -> None:
+    kind, _, lowered = llama
+    sequence = Shard(1)
+    hidden = [n for n in kind.block.inputs if len(kind.block.types[n].shape) == 3][0]
+    assert lowered.layouts[hidden].tensor == sequence
+    assert lowered.layouts[lowered.outputs[0]].tensor == sequence
+    means = [n for n in lowered.forward if n.op == "rsqrt.default"]
+    assert len(means) == 2
+    assert all(lowered.layouts[n.outputs[0]].tensor == sequence for n in means)
+
+
+def test_a_llama_block_gathers_and_scatters_the_sequence(llama) -> None:
+    _, _, lowered = llama
+    moves = [(n.op, n.args[2]) for n in lowered.forward if n.op in ("all_gather", "reduce_scatter",
+             "all_reduce", "all_to_all")]  # fmt: skip
+    assert moves == [("all_gather", 1), ("reduce_scatter", 1)] * 2

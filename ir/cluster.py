@@ -8,14 +8,18 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ir.device import GIB, Device, Link, find_device, inner_link, network_link
+from ir.cluster_file import read_cluster_file
+from ir.detect import detected_spec
+from ir.device import GIB, Device, Link
 from ir.errors import UsageError
+from ir.topology import NODE, Level, named_device, usual_levels
+from ir.topology_text import levels_from_nccl_xml, levels_from_nvidia_smi
 
 __all__ = ["AXES", "GIB", "Cluster", "Device", "Level", "Link", "Mesh"]
 
@@ -23,26 +27,9 @@ AXES = ("pipeline", "data", "tensor")  # outermost first
 
 _GRAMMAR = (
     "Write [NODES x] [DEVICES x] DEVICE, for example 4x8xH100-SXM (4 nodes of 8), 8xA100-80GB, "
-    "H200-SXM; or local:4 for 4 processes on this machine; or the path of a cluster.yaml."
+    "H200-SXM, H100-SXM:3g.40gb (a MIG slice); or local:4 for 4 processes on this machine; "
+    "or the path of a cluster.yaml."
 )
-_FILE_KEYS = {
-    "nodes",
-    "devices_per_node",
-    "device",
-    "memory_GiB",
-    "intra_bandwidth_GBps",
-    "intra_latency_us",
-    "inter_bandwidth_GBps",
-    "inter_latency_us",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """`size` units of the level below (devices, at the innermost), joined by `link`."""
-
-    size: int
-    link: Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +44,22 @@ class Cluster:
         """How many devices there are."""
         return prod(level.size for level in self.levels)
 
+    @property
+    def devices_per_node(self) -> int:
+        """How many devices one host has: up to the level called "node", else the innermost."""
+        names = [level.name for level in self.levels]
+        inner = names.index(NODE) + 1 if NODE in names else 1
+        return prod(level.size for level in self.levels[:inner])
+
+    @property
+    def near_devices(self) -> int:
+        """How many devices talk to each other without crossing a network."""
+        near = [level.size for level in self.levels if level.link.name != "network"]
+        return prod(near)
+
     def __str__(self) -> str:
-        sizes = [level.size for level in reversed(self.levels)]
-        sizes = [1] * (2 - len(sizes)) + sizes
-        return f"{'x'.join(map(str, sizes))} {self.device.name}"
+        per_node = self.devices_per_node
+        return f"{self.n_devices // per_node}x{per_node} {self.device.name}"
 
     @staticmethod
     def parse(spec: str) -> "Cluster":
@@ -70,7 +69,7 @@ class Cluster:
         '4x8 H100-SXM'
         """
         if spec.endswith((".yaml", ".yml")):
-            return _read_file(Path(spec))
+            return Cluster(*read_cluster_file(Path(spec)))
         compact = re.sub(r"\s", "", spec)
         if local := re.fullmatch(r"local:(\d+)", compact, re.IGNORECASE):
             return Cluster.local(int(local[1]))
@@ -80,7 +79,26 @@ class Cluster:
         if match is None or 0 in counts:
             raise UsageError(f"cluster {spec!r} can't be read. {_GRAMMAR}")
         nodes, devices_per_node = [1] * (2 - len(counts)) + counts
-        return _usual_cluster(match[3], nodes, devices_per_node)
+        return Cluster(named_device(match[3]), usual_levels(match[3], nodes, devices_per_node))
+
+    @staticmethod
+    def from_nvidia_smi(text: str, device: str, nodes: int = 1) -> "Cluster":
+        """`nodes` nodes that look like this output of `nvidia-smi topo -m`."""
+        return Cluster(named_device(device), levels_from_nvidia_smi(text, device, nodes))
+
+    @staticmethod
+    def from_nccl_xml(text: str, device: str | None = None, nodes: int = 1) -> "Cluster":
+        """`nodes` nodes that look like this topology, written by NCCL_TOPO_DUMP_FILE.
+
+        NCCL writes only the compute capability; without `device` the most usual device with it.
+        """
+        name, levels = levels_from_nccl_xml(text, device, nodes)
+        return Cluster(named_device(name), levels)
+
+    @staticmethod
+    def detect(environment: Mapping[str, str] | None = None) -> "Cluster":
+        """Where this process runs: NVML's devices on SLURM's nodes, else this machine's CPU."""
+        return Cluster.parse(detected_spec(os.environ if environment is None else environment))
 
     @staticmethod
     def local(n: int, memory_GiB: float | None = None) -> "Cluster":
@@ -106,7 +124,7 @@ class Cluster:
         """Plain values for a JSON file; `from_json` reads them back to an equal cluster."""
         return {
             "device": {**asdict(self.device), "peaks": dict(self.device.peaks)},
-            "levels": [asdict(level) for level in self.levels],
+            "levels": [_level_json(level) for level in self.levels],
         }
 
     @staticmethod
@@ -115,7 +133,7 @@ class Cluster:
         try:
             device = dict(value["device"])
             device["peaks"] = tuple(device["peaks"].items())
-            levels = tuple(Level(lv["size"], Link(**lv["link"])) for lv in value["levels"])
+            levels = tuple(_level_from_json(level) for level in value["levels"])
             return Cluster(Device(**device), levels)
         except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"this is not a cluster written by to_json: {error!r}.") from error
@@ -166,7 +184,7 @@ class Mesh:
         for level, shared in zip(cluster.levels, self.spread(cluster, axis), strict=True):
             if shared > inside:
                 share = (shared - 1) / (level.size - 1) if level.link.point_to_point else 1.0
-                rates.append((level.link.sustained_bytes_per_s * inside * share, level.link))
+                rates.append((level.device_bytes_per_s * inside * share, level.link))
                 steps = members / inside - members / shared
                 latency_s += level.link.latency_s * steps / (members - 1)
             inside = shared
@@ -182,9 +200,9 @@ class Mesh:
         level = max(_level_joining(cluster, rank, rank + stride) for rank in ranks)
         size, link = cluster.levels[level].size, cluster.levels[level].link
         share = 1 / (size - 1) if link.point_to_point else 1.0
-        return Link(link.name, link.sustained_bytes_per_s * share, link.latency_s)
+        return Link(link.name, cluster.levels[level].device_bytes_per_s * share, link.latency_s)
 
-    def _groups(self, axis: str) -> Iterator[range]:
+    def groups(self, axis: str) -> Iterator[range]:
         """The ranks of each group of `axis`."""
         degree = self.degree(axis)
         stride = {"pipeline": self.data * self.tensor, "data": self.tensor, "tensor": 1}[axis]
@@ -202,7 +220,7 @@ def _spread(cluster: Cluster, mesh: Mesh, axis: str) -> tuple[int, ...]:
     spread, unit = [], 1
     for level in cluster.levels:
         unit *= level.size
-        groups = (Counter(rank // unit for rank in group) for group in mesh._groups(axis))
+        groups = (Counter(rank // unit for rank in group) for group in mesh.groups(axis))
         spread.append(min(min(group.values()) for group in groups))
     return tuple(spread)
 
@@ -217,72 +235,17 @@ def _level_joining(cluster: Cluster, a: int, b: int) -> int:
     raise UsageError(f"rank {max(a, b)} is not on {cluster} ({cluster.n_devices} devices).")
 
 
-def _usual_cluster(name: str, nodes: int, devices_per_node: int) -> Cluster:
-    """Nodes of that device with the links such machines usually have."""
-    levels = [Level(devices_per_node, inner_link(name, devices_per_node))]
-    if nodes > 1:
-        levels.append(Level(nodes, network_link(name)))
-    return Cluster(find_device(name), tuple(levels))
+def _level_json(level: Level) -> dict[str, Any]:
+    """Size and link, and of the other fields those that say something."""
+    values = asdict(level)
+    plain = {f.name: f.default for f in fields(Level)}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v != plain[k]}
+
+
+def _level_from_json(value: Mapping[str, Any]) -> Level:
+    values: dict[str, Any] = {**value, "link": Link(**value["link"])}
+    return Level(**{**values, "port_rates": tuple(value.get("port_rates", ()))})
 
 
 def _ram_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _read_file(path: Path) -> Cluster:
-    """A cluster.yaml: `device` and, each optional, the other keys of `_FILE_KEYS`.
-
-    Bandwidths are what a device gets per direction; a given one is taken as sustained.
-    """
-    values = _load_yaml(path)
-    if unknown := sorted(set(values) - _FILE_KEYS):
-        keys = ", ".join(sorted(_FILE_KEYS))
-        raise UsageError(f"{path}: unknown key {unknown[0]!r}. Known: {keys}.")
-    name = values.get("device")
-    if not isinstance(name, str):
-        raise UsageError(f"{path}: `device` must name a device (device: H100-SXM), not {name!r}.")
-    counts = [_positive(values, key, path, 1) for key in ("nodes", "devices_per_node")]
-    if any(count != int(count) for count in counts):
-        raise UsageError(f"{path}: nodes and devices_per_node must be whole numbers.")
-    cluster = _usual_cluster(name, int(counts[0]), int(counts[1]))
-    device, levels = cluster.device, cluster.levels
-    if "memory_GiB" in values:
-        memory_bytes = int(_positive(values, "memory_GiB", path) * GIB)
-        scale = memory_bytes / device.memory_bytes
-        reserve_bytes = int(device.reserve_bytes * min(1.0, scale))
-        device = replace(device, memory_bytes=memory_bytes, reserve_bytes=reserve_bytes)
-    prefixes = ("intra", "inter")[: len(levels)]
-    links = [_overridden(lv.link, values, p, path) for lv, p in zip(levels, prefixes, strict=True)]
-    return Cluster(device, tuple(Level(lv.size, k) for lv, k in zip(levels, links, strict=True)))
-
-
-def _load_yaml(path: Path) -> dict[str, Any]:
-    try:
-        import yaml  # optional: only a cluster.yaml needs it
-    except ImportError as error:
-        raise UsageError(f"reading {path} needs PyYAML: pip install pyyaml.") from error
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path} can't be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not YAML: {error}.") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"{path} must hold keys and values, such as `device: H100-SXM`.")
-    return {str(key): value for key, value in values.items()}
-
-
-def _positive(values: dict[str, Any], key: str, path: Path, default: float = 0) -> float:
-    value = values.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-        raise UsageError(f"{path}: `{key}` must be a positive number, not {value!r}.")
-    return float(value)
-
-
-def _overridden(link: Link, values: dict[str, Any], prefix: str, path: Path) -> Link:
-    if (key := f"{prefix}_bandwidth_GBps") in values:
-        rate = _positive(values, key, path) * 1e9
-        link = replace(link, bandwidth_bytes_per_s=rate, achievable=1.0)
-    if (key := f"{prefix}_latency_us") in values:
-        link = replace(link, latency_s=_positive(values, key, path) * 1e-6)
-    return link

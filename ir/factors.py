@@ -180,8 +180,20 @@ def _apply(
                 stuck += forest.unify(letters[letter], leaves)
             else:
                 letters[letter] = leaves
+    if signature.product:
+        total, outer, inner = signature.product
+        size = quotient(_size(forest, letters[total]), _size(forest, letters[outer]))
+        letters[inner] = [forest.new(1 if size is None else size)]
+        stuck += forest.unify(letters[total], [*letters[outer], *letters[inner]])
     if signature.regroups:
         left = [f for d in dims[operand_names[0]] for f in d]
         right = [f for d in dims[result_names[0]] for f in d]
         stuck += forest.unify(left, right)
     return signature, letters, stuck
+
+
+def _size(forest: _Forest, leaves: list[Leaf]) -> Size:
+    total: Size = 1
+    for leaf in forest.flat(leaves):
+        total = total * forest.size[leaf]
+    return total

@@ -134,6 +134,7 @@ class Plan:
         return {"format": FORMAT, "hash": self.hash, **self._content()}
 
     def _content(self) -> dict[str, Any]:
+        # the cluster, which writes itself, is left out for a moment
         value = asdict(replace(self, cluster=None, graph=None))  # type: ignore[arg-type]
         del value["graph"]
         return {**value, "cluster": self.cluster.to_json()}

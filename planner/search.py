@@ -34,6 +34,10 @@ from planner.solver import SolverFailed
 
 MOST_EVALUATIONS = 24
 """Candidates that are evaluated before the search settles for the best one found."""
+MOST_SHARDINGS = 18
+"""Sharding programs that are solved before only solved ones are used."""
+SLACK = 0.003
+"""The search ends when the next candidate promises less than this part of the step."""
 BYTE_PRICES = (0.0, 1.0, 10.0)
 """Prices of memory, in objectives per capacity, under which blocks are sharded."""
 MICRO_BATCH_BUCKETS = (1, 2, 4, 8)
@@ -191,7 +195,9 @@ class _Search:
         while open_ and evaluations < MOST_EVALUATIONS:
             open_.sort(key=self.estimates.key)
             candidate = open_[0]
-            if best.found and self.estimates.guess_s(candidate) >= best.found.prediction.step_s:
+            if best.found and self.estimates.guess_s(candidate) >= (
+                (1 - SLACK) * best.found.prediction.step_s
+            ):
                 break
             open_.pop(0)
             evaluations += 1
@@ -203,6 +209,8 @@ class _Search:
         self.bounds.append(self.estimates.bound_s(candidate))
         cost = Roofline(self.cluster, candidate.mesh)
         for price in BYTE_PRICES if candidate.mesh.tensor > 1 else BYTE_PRICES[:1]:
+            if best.found and not self._is_solved(candidate, price):
+                return
             try:
                 found = evaluate(self.work, candidate, self._pieces(candidate, price), cost)
             except SolverFailed:
@@ -211,8 +219,14 @@ class _Search:
                 continue
             best.offer(found)
             self.estimates.learn(candidate, found.pieces)
-            if not _recomputes(found):
+            if _recomputed_share(found) < SLACK:
                 return
+
+    def _is_solved(self, candidate: Candidate, price: float) -> bool:
+        """Whether the sharding is known, or may still be searched for."""
+        key = (candidate.mesh.tensor, candidate.rows, _bucket(candidate.micro_batches), price)
+        is_free = candidate.mesh.tensor == 1 or key in self.shardings
+        return is_free or len(self.shardings) < MOST_SHARDINGS
 
     def _pieces(self, candidate: Candidate, price: float) -> Pieces:
         mesh, work = candidate.mesh, self.work
@@ -257,5 +271,12 @@ def _bucket(count: int) -> int:
     return max(b for b in MICRO_BATCH_BUCKETS if b <= count)
 
 
-def _recomputes(found: Evaluated) -> bool:
-    return any(p.keep != "none" for calls in found.program.stages for p in calls)
+def _recomputed_share(found: Evaluated) -> float:
+    """The part of all compute and communication that goes into recomputation."""
+    again_s = total_s = 0.0
+    for placed in (p for calls in found.program.stages for p in calls):
+        menu = found.pieces.menus[placed.variant]
+        point = next(p for p in menu if p.label == placed.keep)
+        again_s += point.backward.total_s - min(p.backward.total_s for p in menu)
+        total_s += point.forward.total_s + point.backward.total_s
+    return again_s / total_s if total_s else 0.0

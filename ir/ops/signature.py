@@ -22,6 +22,8 @@ class Signature:
 
     `regroups` marks a view: operand and result are the same elements, differently grouped.
     `gathers` are letters over which the local op communicates by itself (results come out whole).
+    `product` (total, outer, inner) says that the letter `total` is `outer` times `inner`, a letter
+    that no dim has alone.
     """
 
     operands: tuple[Dims, ...]
@@ -31,6 +33,7 @@ class Signature:
     gathers: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     regroups: bool = False
+    product: tuple[str, str, str] | None = None
     known: bool = field(default=True)
 
 
@@ -164,23 +167,25 @@ def attention_backward(node: Node, operands: Any, results: Any) -> Signature:
     return _attention(operands, results, names, ("q", "k", "v"), linear_in(0))
 
 
-def _attention(operands: Any, results: Any, names: Any, outs: Any, linear: Any) -> Signature:
-    """Batch and key heads may be cut; query heads are (key heads, group)."""
-    q = operands[names.index("q")].shape
-    k = operands[names.index("k")].shape
-    grouped = q[1] != k[1]
+def _attention(
+    operands: Any, results: Any, names: tuple[str, ...], outs: tuple[str, ...], linear: Any
+) -> Signature:
+    """Batch and heads may be cut. Query heads H are key heads h times the group g that shares
+    one; a cut of the group leaves partial gradients of the keys and values."""
+    heads, key_heads = operands[names.index("q")].shape[1], operands[names.index("k")].shape[1]
+    total = "h" if heads == key_heads else "H"
 
     def dims(name: str, kind: TensorType) -> Dims:
-        heads = ("g" if grouped else "h") if name in "qol" else "h"
-        spelled = {"q": "bhsd", "o": "bhse", "l": "bhs", "k": "bhtd", "v": "bhte", "m": "bhst"}
-        found = [heads if c == "h" else c for c in spelled[name]]
+        spelled = {"q": "bHsd", "o": "bHse", "l": "bHs", "k": "bhtd", "v": "bhte", "m": "bHst"}
+        found = [total if c == "H" else c for c in spelled[name]]
         return tuple(None if s == 1 else c for c, s in zip(found, kind.shape, strict=True))
 
-    whole = frozenset("sdte") | (frozenset("gh") if grouped else frozenset())
     return Signature(
         tuple(dims(n, t) for n, t in zip(names, operands, strict=False)),
         tuple(dims(n, t) for n, t in zip(outs, results, strict=True)),
-        whole=whole, linear=linear,
+        whole=frozenset("sdte"), linear=linear,
+        adds=frozenset("Hg") if outs[0] == "q" else frozenset(),
+        product=("H", "h", "g") if 1 < key_heads < heads else None,
     )  # fmt: skip
 
 

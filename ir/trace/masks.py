@@ -27,42 +27,23 @@ MASK_ARGUMENT = {"attention": 3, "attention_backward": 6}
 def recognise_masks(graph: Graph) -> Graph:
     """Marks attention as causal or unmasked where its mask is a constant of that form."""
     blocks = list(graph.blocks)
-    verdicts: dict[tuple[int, str], bool | None] = {}
+    evaluator = _Evaluator(graph)
     for number, block in enumerate(graph.blocks):
         masks = {n.args[3].name for n in block.nodes if n.op == "attention" and n.args[3]}
         for name in sorted(masks):
-            places = _origins(graph, number, name)
-            for place in places - set(verdicts):
-                verdicts[place] = _is_causal(graph.blocks[place[0]], place[1])
-            found = {verdicts[place] for place in places}
-            if len(found) == 1 and None not in found:
-                blocks[number] = _without_mask(blocks[number], name, bool(found.pop()))
+            causal = _is_causal(evaluator, number, name)
+            if causal is not None:
+                blocks[number] = _without_mask(blocks[number], name, causal)
     return drop_unused(replace(graph, blocks=tuple(blocks)))
 
 
-def _origins(graph: Graph, number: int, name: str) -> set[tuple[int, str]]:
-    """The (block, value) pairs that a block's value comes from."""
-    block = graph.blocks[number]
-    if name not in block.inputs:
-        return {(number, name)}
-    found = set()
-    makers = {
-        result: (call.block, graph.blocks[call.block].outputs[i])
-        for call in graph.calls for i, result in enumerate(call.results)
-    }  # fmt: skip
-    for call in graph.calls:
-        if call.block == number:
-            value = call.arguments[block.inputs.index(name)]
-            found.add(makers.get(value, (number, name)))
-    return found
-
-
-def _is_causal(block: Block, name: str) -> bool | None:
+def _is_causal(evaluator: _Evaluator, number: int, name: str) -> bool | None:
     """True: causal; False: everything visible; None: neither, or it depends on data."""
-    if block.types[name].elements(TRIED_BATCH) > LARGEST_MASK or block.types[name].dtype != "bool":
+    kind = evaluator.graph.blocks[number].types[name]
+    if kind.elements(TRIED_BATCH) > LARGEST_MASK or kind.dtype != "bool":
         return None
     try:
-        mask = _Evaluator(block).value(name)
+        mask = evaluator.value(number, name)
     except _DependsOnData:
         return None
     if bool(mask.all()):
@@ -78,25 +59,48 @@ class _DependsOnData(Exception):
 
 
 class _Evaluator:
-    """Computes values of a block that depend on nothing but sizes."""
+    """Computes values, in any block, that depend on nothing but sizes."""
 
-    def __init__(self, block: Block):
-        self.block = block
-        self.makers = {name: node for node in block.forward for name in node.outputs}
-        self.known: dict[str, Tensor] = {}
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.makers = [
+            {name: node for node in block.forward for name in node.outputs}
+            for block in graph.blocks
+        ]
+        self.origins = {
+            result: (call.block, output)
+            for call in graph.calls
+            for result, output in zip(call.results, graph.blocks[call.block].outputs, strict=True)
+        }
+        self.known: dict[tuple[int, str], Tensor] = {}
 
-    def value(self, name: str) -> Tensor:
-        if name not in self.known:
-            node = self.makers.get(name)
-            if node is None or node.op == "dropout" or len(node.outputs) > 1:
+    def value(self, number: int, name: str) -> Tensor:
+        if (number, name) not in self.known:
+            node = self.makers[number].get(name)
+            if node is None:
+                found = self._outside(number, name)
+            elif node.op == "dropout" or len(node.outputs) > 1:
                 raise _DependsOnData(name)
-            self.known[name] = self._run(node)
-        return self.known[name]
+            else:
+                found = self._run(number, node)
+            self.known[number, name] = found
+        return self.known[number, name]
 
-    def _run(self, node: Node) -> Tensor:
-        args = [self._argument(a) for a in node.args]
-        kwargs = {key: self._argument(a) for key, a in node.kwargs}
-        kind = self.block.types[node.outputs[0]]
+    def _outside(self, number: int, name: str) -> Tensor:
+        """An input of a block, if it has one value in all calls."""
+        place = self.graph.blocks[number].inputs.index(name)
+        values = {c.arguments[place] for c in self.graph.calls if c.block == number}
+        if not values <= set(self.origins):
+            raise _DependsOnData(name)
+        first, *others = [self.value(*self.origins[value]) for value in sorted(values)]
+        if not all(torch.equal(first, other) for other in others):
+            raise _DependsOnData(name)
+        return first
+
+    def _run(self, number: int, node: Node) -> Tensor:
+        args = [self._argument(number, a) for a in node.args]
+        kwargs = {key: self._argument(number, a) for key, a in node.kwargs}
+        kind = self.graph.blocks[number].types[node.outputs[0]]
         shape = [evaluate(size, TRIED_BATCH) for size in kind.shape]
         plain: dict[str, Callable[[], Tensor]] = {
             "view": lambda: args[0].reshape(shape),
@@ -114,11 +118,11 @@ class _Evaluator:
         assert isinstance(result, Tensor)
         return result
 
-    def _argument(self, argument: Any) -> Any:
+    def _argument(self, number: int, argument: Any) -> Any:
         if isinstance(argument, Ref):
-            return self.value(argument.name)
+            return self.value(number, argument.name)
         if isinstance(argument, tuple):
-            return [self._argument(item) for item in argument]
+            return [self._argument(number, item) for item in argument]
         if isinstance(argument, str) and argument.startswith("torch."):
             return getattr(torch, argument.removeprefix("torch."))
         return evaluate(argument, TRIED_BATCH)

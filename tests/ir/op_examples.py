@@ -99,15 +99,17 @@ example("full", (1.5,), 2, right=lambda v: torch.full((N, 5, N), v, dtype=torch.
 example("full", (float("-inf"),), 1, right=lambda v: torch.full((N,), v), name="minus infinity")
 
 
-def attention(kv: int, mask: Tensor | None, causal: bool, cuts: int, name: str) -> None:
+def attention(
+    heads: int, kv: int, mask: Tensor | None, causal: bool, cuts: int, name: str
+) -> None:
     keys = 5 if causal else 7
-    q, k, v, scale = real(N, N, 5, 3), real(N, kv, keys, 3), real(N, kv, keys, 3), 0.5
+    q, k, v, scale = real(N, heads, 5, 3), real(N, kv, keys, 3), real(N, kv, keys, 3), 0.5
 
     def right(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: float) -> Any:
         out = functional.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=kv != N
+            q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=kv != heads
         )
-        scores = q @ k.repeat_interleave(N // kv, 1).mT * scale
+        scores = q @ k.repeat_interleave(heads // kv, 1).mT * scale
         seen = torch.ones(scores.shape[-2:]).tril() > 0 if causal else mask
         scores = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
         return out, scores.logsumexp(-1)
@@ -124,12 +126,15 @@ def attention(kv: int, mask: Tensor | None, causal: bool, cuts: int, name: str) 
             cuts, 1, right=right_back, name=name)  # fmt: skip
 
 
-attention(N, None, True, 2, "causal")
-attention(N, None, False, 2, "all")
-attention(6, None, True, 1, "grouped heads")
-first_key = torch.arange(7) == 0
-attention(N, whole_numbers(2, 1, 1, 5, 7).bool() | first_key, False, 2, "mask")
-attention(N, whole_numbers(2, N, N, 5, 7).bool() | first_key, False, 2, "mask per head")
+some_keys = whole_numbers(2, 1, 1, 5, 7).bool() | (torch.arange(7) == 0)
+attention(N, N, None, True, 2, "causal")
+attention(N, N, None, False, 2, "all")
+attention(5 * N, N, None, True, 2, "key heads cut")
+attention(5 * N, 5, None, False, 2, "groups cut")
+attention(N, 1, None, True, 2, "one key head")
+attention(N, N, some_keys, False, 2, "mask")
+attention(N, N, some_keys.expand(N, N, 5, 7), False, 2, "mask per head")
+attention(5 * N, N, some_keys.expand(N, 5 * N, 5, 7), False, 2, "grouped, mask per head")
 
 
 def normalize(x: Tensor, dims: int, eps: float) -> Any:

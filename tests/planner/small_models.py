@@ -35,12 +35,27 @@ class Chain(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-class Products(nn.Module):
-    """`depth` products without bias, and a loss."""
+class Product(nn.Module):
+    """A product without bias."""
 
-    def __init__(self, depth: int, width: int = 4) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.products = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+        self.linear = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Products(nn.Module):
+    """`depth` products with activations, and a sum; equal modules are folded unless they are bare.
+
+    A bare linear has no children, so it is not worth a block of its own.
+    """
+
+    def __init__(self, depth: int, width: int, *, folded: bool) -> None:
+        super().__init__()
+        kind = Product if folded else lambda width: nn.Linear(width, width, bias=False)
+        self.products = nn.ModuleList(kind(width) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for product in self.products:
@@ -60,16 +75,18 @@ class Whole(nn.Module):
         return (y - y.mean(0, keepdim=True)).square().sum()
 
 
-def chain(depth: int = 4, width: int = 16, hidden: int = 32, words: int = 24, seq: int = 8) -> Graph:
+def chain(
+    depth: int = 4, width: int = 16, hidden: int = 32, words: int = 24, seq: int = 8
+) -> Graph:
     with torch.device("meta"):
         model = Chain(depth, width, hidden, words)
         ids = torch.zeros(8, seq, dtype=torch.long)
     return trace(model, (ids, ids), {}, name="chain")
 
 
-def products(depth: int, width: int = 4) -> Graph:
+def products(depth: int, width: int = 4, *, folded: bool = False) -> Graph:
     with torch.device("meta"):
-        model, x = Products(depth, width), torch.zeros(8, width)
+        model, x = Products(depth, width, folded=folded), torch.zeros(8, width)
     return trace(model, (x,), {}, name="products")
 
 

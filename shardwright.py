@@ -158,7 +158,7 @@ class _Checker:
         cluster = Cluster.local(devices)
         try:
             chosen = plan_graph(self.graph, cluster, global_batch=self.rows, pin=dict(pin))
-            found = compare(self.run(chosen), self.plain)
+            found = compare(self.run(chosen), self.plain, update=self.training.lr)
         except ShardwrightError as error:
             asked = " ".join(f"{key}={value}" for key, value in pin.items())
             return UNKNOWN | {"status": "refused", "plan": asked, "reason": _paragraph(error)}

@@ -151,13 +151,20 @@ def needs_whole_batch(graph: Graph, batch_flow: Flow) -> str | None:
         known = early_values(block, early)
         for node, name, _ in result.gathers(block):
             if not once or name not in known:
-                where = str(node.source) or call.path or "the model"
+                where = _source_text(block, node) or call.path or "the model"
                 return f"{where}: {node.op} needs all rows of the batch at once"
         for value, gradient in block.gradients:
             want = dual(result.place[value])
             if result.place[gradient] not in (want, REPLICATE):
                 return f"{call.path}: the gradient of {value} needs all rows of the batch at once"
     return None
+
+
+def _source_text(block: Block, node: Node) -> str:
+    """Where a node comes from; backward nodes are where what they read was made."""
+    makers = {name: made for made in block.forward for name in made.outputs}
+    near = [node, *(makers[name] for name in node.inputs if name in makers)]
+    return next((str(found.source) for found in near if str(found.source)), "")
 
 
 def early_values(block: Block, allowed: set[str]) -> set[str]:

@@ -10,25 +10,48 @@ from typing import TypedDict
 
 KIB, MIB = 2**10, 2**20
 
-# Best measured bf16 GEMM over the dense peak and best HBM rate over the nominal one, by
-# architecture: A100 0.87 and 0.90, H100/H200 0.80 and 0.90, B200 0.78, MI300X 0.51 and 0.80
-# (published GEMM sweeps of stas00/ml-engineering, compute/accelerator). Others: as their nearest.
-_MATMUL_FRACTION = {"Hopper": 0.80, "Blackwell": 0.78, "CDNA2": 0.51, "CDNA3": 0.51}
+# Best measured bf16 GEMM over the dense peak, by device or else by architecture (published sweeps
+# of stas00/ml-engineering, compute/accelerator; measurements/gemm.csv). Others: as A100.
+_MATMUL_FRACTION = {
+    "Hopper": 0.80,
+    "Blackwell": 0.78,
+    "CDNA2": 0.51,
+    "CDNA3": 0.51,
+    "A100-PCIe-40GB": 0.81,
+    "A100-PCIe-80GB": 0.81,
+    "GB200 (per GPU)": 0.73,
+    "GB300 (per GPU)": 0.73,
+    "MI325X": 0.60,
+}
+# The same for 8- and 4-bit products: 1402 to 1453 of 1979 on H100 and H200, 3432 of 4500 on B200,
+# 3616 of 5000 on GB200; 1857 of 2615 on MI300X (OpenXLA, matmul_interpolator_data, 4 x 4096^3).
+_LOW_PRECISION_FRACTION = {
+    "Hopper": 0.72,
+    "Blackwell": 0.76,
+    "CDNA3": 0.71,
+    "GB200 (per GPU)": 0.72,
+    "GB300 (per GPU)": 0.72,
+}
+# Large copies over the nominal HBM rate: A100 0.90, Hopper 0.90, MI300X 0.80. Others: 0.87.
 _MEMORY_FRACTION = {"Hopper": 0.90, "Ampere": 0.90, "CDNA2": 0.80, "CDNA3": 0.80}
-# The same for 8- and 4-bit products: 1402 to 1453 of 1979 on H100 and H200, 3432 of 4500 on B200
-# (same sweeps); 1857 of 2615 on MI300X (OpenXLA, matmul_interpolator_data, 4 x 4096^3).
-_LOW_PRECISION_FRACTION = {"Hopper": 0.72, "Blackwell": 0.76, "CDNA3": 0.71}
-# Rate of the main loop before the power limit bites. Hopper's peak is quoted at 1830 MHz and short
-# products run at up to 1980; fitted on half of OpenXLA's 375 bf16 products on H100. On B200 the
-# same fit gives 0.79, its sustained fraction: others are taken so.
-_BURST_FRACTION = {"Hopper": 0.92}
+# Rate of the main loop before the power limit bites: Hopper's peak is quoted at 1830 MHz and short
+# products run at up to 1980. Fitted with the constants of `planner.tiles`; others: as sustained.
+_BURST_FRACTION = {"Hopper": 0.98, "Blackwell": 0.80}
 # FlashAttention-2 reaches 0.50-0.73 of the peak on A100 (arXiv 2307.08691) and 0.35 on H100
 # (arXiv 2407.08608); Blackwell and CDNA are taken as H100, others as A100.
 _ATTENTION_FRACTION = {"Hopper": 0.35, "Blackwell": 0.35, "CDNA2": 0.35, "CDNA3": 0.35}
-# Bytes that one SM takes from L2 per clock: 64 (NVIDIA A100 whitepaper, V100 half of it in
-# arXiv 1804.06826); 115 GB/s per SM fitted on H100, 64 x 1.83 GHz. B200: 77 fitted. CDNA3: each
-# of 304 units reads 64 of L2 (AMD CDNA3 white paper).
-_L2_BYTES_PER_CLOCK = {"Volta": 32, "Blackwell": 77}
+# Bytes that one SM takes from L2 per clock, all at once. A100: 5120 over 108 SMs (NVIDIA A100
+# whitepaper). V100: 2048 over 80 (arXiv 1804.06826). Hopper, Blackwell, CDNA3: fitted with the
+# constants of `planner.tiles`. Ada, Turing: 5 TB/s measured on RTX 4090 (chipsandcheese.com).
+_L2_BYTES_PER_CLOCK = {
+    "Volta": 26,
+    "Turing": 20,
+    "Ada": 20,
+    "Hopper": 51,
+    "Blackwell": 75,
+    "CDNA2": 20,
+    "CDNA3": 20,
+}
 # Cells that the table leaves empty or inexact. GA102 is one chip; GB200's peak of 2568 TFLOP/s in
 # NVIDIA/cudnn-frontend's benchmarks is 152 SMs x 8192 x 2.062 GHz; AMD's last cache is the Infinity
 # Cache of 256 MB.
@@ -41,7 +64,6 @@ _AMENDED = {
         "regs32_per_sm": "65536",
     },
     "GB200 (per GPU)": {"sm_or_cu_count": "152"},
-    "MI250X": {"sm_or_cu_count": "220", "l2_mb": "16"},
     "MI300X": {"l2_mb": "256"},
     "MI325X": {"l2_mb": "256"},
 }
@@ -73,19 +95,19 @@ def chip_fields(row: dict[str, str], share: float) -> ChipFields:
     arch = "Ada" if row["arch"] == "Blackwell GB202" else arch
     sm_count = int(_number(row["sm_or_cu_count"]) * share)
     clock_hz = _number(row["boost_mhz"]) * 1e6
-    fraction = _MATMUL_FRACTION.get(arch, 0.87)
+    fraction = _measured(_MATMUL_FRACTION, row["gpu"], arch, 0.87)
     return ChipFields(
         arch=arch,
         sm_count=sm_count,
         clock_hz=clock_hz,
         l2_bytes=int(_number(row["l2_mb"]) * share * MIB),
-        l2_bandwidth_bytes_per_s=_L2_BYTES_PER_CLOCK.get(arch, 64) * sm_count * clock_hz,
+        l2_bandwidth_bytes_per_s=_L2_BYTES_PER_CLOCK.get(arch, 47) * sm_count * clock_hz,
         shared_memory_per_sm_bytes=int(_number(row["smem_per_sm_kb"]) * KIB),
         shared_memory_per_block_bytes=int(_number(row["smem_max_per_block_kb"]) * KIB),
         registers_per_sm=int(_number(row["regs32_per_sm"])),
         matmul_fraction=fraction,
         burst_fraction=_BURST_FRACTION.get(arch, fraction),
-        low_precision_fraction=_LOW_PRECISION_FRACTION.get(arch, fraction),
+        low_precision_fraction=_measured(_LOW_PRECISION_FRACTION, row["gpu"], arch, fraction),
         attention_fraction=_ATTENTION_FRACTION.get(arch, 0.60),
         memory_fraction=_MEMORY_FRACTION.get(arch, 0.87),
     )
@@ -112,6 +134,11 @@ def peaks(row: dict[str, str], share: float) -> tuple[tuple[str, float], ...]:
     if row["fp4_tflops"]:
         rates |= {"mxfp8": float(row["fp8_tflops"]), "nvfp4": float(row["fp4_tflops"])}
     return tuple((dtype, rate * share * 1e12) for dtype, rate in rates.items())
+
+
+def _measured(table: dict[str, float], gpu: str, arch: str, default: float) -> float:
+    """What was measured on that device, or else on its architecture."""
+    return table.get(gpu, table.get(arch, default))
 
 
 def _number(cell: str) -> float:

@@ -10,7 +10,16 @@ from typing import Any
 
 from ir.device import GIB, Device, Link, inner_link
 from ir.errors import UsageError
-from ir.topology import DOMAIN, NODE, Level, named_device, network, reduction_rate, usual_levels
+from ir.topology import (
+    DOMAIN,
+    NODE,
+    Level,
+    named_device,
+    network,
+    pcie,
+    reduction_rate,
+    usual_levels,
+)
 
 _SIMPLE_KEYS = {
     "nodes",
@@ -79,37 +88,35 @@ def _level(name: str, entry: Values, below: list[Level], in_node: bool, at: str)
     title = str(entry.get("name", NODE if in_node and not below else ""))
     kind = entry.get("link")
     if kind is not None:
-        link = _link_of_kind(name, size, str(kind), at)
+        link = _link_of_kind(name, str(kind), at)
     elif below and title == DOMAIN:
         link = below[-1].link
     elif in_node:
-        link = inner_link(name.partition(":")[0], 2**16 if below else size)
+        link = pcie(name) if below or ":" in name else inner_link(name, size)
     else:
         link = below[-1].link if below[-1].link.name == "network" else network(name)
     rates = _port_rates(entry, size, at)
-    if len(rates) == 1:
-        link = replace(link, bandwidth_bytes_per_s=rates[0], achievable=1.0)
-    elif rates:
+    if rates:
         link = replace(link, bandwidth_bytes_per_s=min(rates), achievable=1.0)
     shared = below[-1].devices_per_port if below and below[-1].link.name == link.name else 1
+    if "latency_us" in entry:
+        link = replace(link, latency_s=_positive(entry, "latency_us", at) * 1e-6)
     return Level(
         size,
-        _overridden(link, {"latency_us": entry["latency_us"]} if "latency_us" in entry else {},
-                    "", at),
+        link,
         title,
         devices_per_port=_whole(entry, "devices_per_nic", at, shared),
         oversubscription=max(1.0, _positive(entry, "oversubscription", at, 1.0)),
         nvls=reduction_rate(name, link),
         port_rates=rates if len(rates) > 1 else (),
-    )  # fmt: skip
+    )
 
 
-def _link_of_kind(name: str, size: int, kind: str, at: str) -> Link:
-    whole = name.partition(":")[0]
+def _link_of_kind(name: str, kind: str, at: str) -> Link:
     if kind.lower() == "pcie":
-        return inner_link(whole, 2**16)
+        return pcie(name)
     if kind.lower() in ("nvlink", "xgmi"):
-        link = inner_link(whole, 2)
+        link = inner_link(name.partition(":")[0], 2)
         if link.name.lower() != kind.lower():
             raise UsageError(f"{at}: {name} has no {kind}.")
         return link

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
+from ir.chip import chip_fields, peaks
 from ir.errors import UsageError
 
 GIB = 2**30
@@ -56,14 +57,6 @@ _ALIASES = {
     "A6000": "RTX A6000",
 }
 
-# Best measured bf16 GEMM over the dense peak and best HBM rate over the nominal one, by
-# architecture: A100 0.87 and 0.90, H100/H200 0.80 and 0.90, B200 0.78, MI300X 0.51 and 0.80
-# (published GEMM sweeps of stas00/ml-engineering, compute/accelerator). Others: as their nearest.
-_MATMUL_FRACTION = {"Hopper": 0.80, "Blackwell": 0.78, "CDNA2": 0.51, "CDNA3": 0.51}
-_MEMORY_FRACTION = {"Hopper": 0.90, "Ampere": 0.90, "CDNA2": 0.80, "CDNA3": 0.80}
-# FlashAttention-2 reaches 0.50-0.73 of the peak on A100 (arXiv 2307.08691) and 0.35 on H100
-# (arXiv 2407.08608); Blackwell and CDNA are taken as H100, others as A100.
-_ATTENTION_FRACTION = {"Hopper": 0.35, "Blackwell": 0.35, "CDNA2": 0.35, "CDNA3": 0.35}
 # Sustained over nominal link rate. NCCL 2.30.7 src/graph/topo.h counts 20.6 of 25 GB/s per
 # NVLink 4 link and 20 of 25 before, 40.1 of 50 on Blackwell; measured rings agree within 3 %.
 # MI300X: 313 of 448 GB/s measured (stas00/ml-engineering, network/README.md).
@@ -85,7 +78,11 @@ class Device:
     """One accelerator as torch sees it.
 
     `peaks` maps a dtype name to dense FLOP/s; the fractions say how much of a nominal rate real
-    kernels reach; `reserve_bytes` is what context, libraries and fragmentation take.
+    kernels reach (`burst_fraction`: before the power limit bites); `reserve_bytes` is what
+    context, libraries and fragmentation take. `kernel_launch_s` is the least that a kernel costs
+    a host that launches them one by one, `kernel_fixed_s` what each costs the device when it was
+    queued in time: start, fill and drain (tiny kernels in a CUDA graph take about 3 us).
+    An SM is a CU on AMD; `sm_count` 0 means unknown, as on a CPU: only rates are used then.
     """
 
     name: str
@@ -97,6 +94,22 @@ class Device:
     memory_fraction: float = 0.90
     kernel_launch_s: float = 5e-6
     reserve_bytes: int = 0
+    arch: str = ""
+    sm_count: int = 0
+    clock_hz: float = 0.0
+    l2_bytes: int = 0
+    l2_bandwidth_bytes_per_s: float = 0.0
+    shared_memory_per_sm_bytes: int = 0
+    shared_memory_per_block_bytes: int = 0
+    registers_per_sm: int = 0
+    burst_fraction: float = 0.80
+    low_precision_fraction: float = 0.80
+    kernel_fixed_s: float = 3e-6
+
+    @property
+    def sustained_bandwidth_bytes_per_s(self) -> float:
+        """Rate at which large kernels read and write memory."""
+        return self.memory_bandwidth_bytes_per_s * self.memory_fraction
 
     @property
     def usable_bytes(self) -> int:
@@ -164,38 +177,19 @@ def network_link(name: str) -> Link:
 
 
 def _device(row: dict[str, str]) -> Device:
-    arch = row["arch"]
     # torch shows each die of a MI250X as a device of its own, with half of the table's numbers.
     share = 0.5 if row["gpu"] == "MI250X" else 1.0
     memory_bytes = int(float(row["mem_gb"]) * share * GIB)
     return Device(
         name=_SHORT_NAMES.get(row["gpu"], row["gpu"]),
-        peaks=tuple((dtype, flops * share) for dtype, flops in _peaks(row)),
+        peaks=peaks(row, share),
         memory_bytes=memory_bytes,
         memory_bandwidth_bytes_per_s=float(row["mem_gbs"]) * share * 1e9,
-        matmul_fraction=_MATMUL_FRACTION.get(arch, 0.87),
-        attention_fraction=_ATTENTION_FRACTION.get(arch, 0.60),
-        memory_fraction=_MEMORY_FRACTION.get(arch, 0.87),
         # 1.4 GiB: context, NCCL channels, library workspaces; 4 %: fragmentation and what the
         # driver hides (an "80 GB" H100 shows 79.6 GiB).
         reserve_bytes=int(1.4 * GIB + 0.04 * memory_bytes),
+        **chip_fields(row, share),
     )
-
-
-def _peaks(row: dict[str, str]) -> tuple[tuple[str, float], ...]:
-    """Dense FLOP/s by dtype name.
-
-    float32 is the vector rate (torch's default, TF32 is off); where the table lacks it, a quarter
-    of fp16 (true of GA102). bfloat16 runs as float32 where the table lacks it. float64 is half of
-    float32 on the data-centre parts and 1/64 on the others; B300 has 1.2 TFLOP/s (its data sheet).
-    """
-    fp16 = float(row["fp16_tflops"])
-    fp32 = float(row["fp32_tflops"] or fp16 / 4)
-    bf16 = float(row["bf16_tflops"] or fp32)
-    is_data_centre = row["arch"] in ("Volta", "Ampere", "Hopper", "Blackwell", "CDNA2", "CDNA3")
-    fp64 = 1.2 if "B300" in row["gpu"] else fp32 / (2 if is_data_centre else 64)
-    rates = {"bfloat16": bf16, "float16": fp16, "float32": fp32, "float64": fp64}
-    return tuple((dtype, rate * 1e12) for dtype, rate in rates.items())
 
 
 def _row(name: str) -> dict[str, str]:

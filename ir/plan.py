@@ -131,7 +131,9 @@ class Plan:
         return f"plan {self.hash}   {self.text}"
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "hash": self.hash, **self._content()}
+        """Plain values for a JSON file; `from_json` reads them back to an equal plan."""
+        content: dict[str, Any] = json.loads(json.dumps(self._content()))  # lists for tuples
+        return {"format": FORMAT, "hash": self.hash, **content}
 
     def _content(self) -> dict[str, Any]:
         # the cluster, which writes itself, is left out for a moment

@@ -25,9 +25,15 @@ _MIG = re.compile(r"(?P<compute>[1-7])g\.(?P<memory>\d+)gb(\+\w+)*", re.IGNORECA
 # Two dies of a MI250X share a package with 4 of their 7 xGMI links; the others lead to other
 # packages, 50 GB/s each per direction (hardware.csv).
 _PACKAGE_RATE, _OUTER_RATE = 200e9, 150e9
+# GB/s per direction of 16 lanes (PCIe generation 3, 4, 5), of which large copies reach 80 %; a
+# step's latency is NCCL's (PCI, Ring, Simple).
+_PCIE_RATE = {"Volta": 15.75e9, "Turing": 15.75e9} | dict.fromkeys(
+    ("Hopper", "Blackwell", "Blackwell GB202", "CDNA3"), 63e9
+)
+_USUAL_PCIE_RATE, _PCIE_FRACTION, _PCIE_LATENCY_S = 31.5e9, 0.80, 5.7e-6
 # Seconds per step of a ring over each kind of network. EFA: 4 nodes of 8 B200 take 0.37 ms for a
 # small all-reduce where InfiniBand takes about 0.09 (stas00/ml-engineering network/README.md).
-_NETWORK_LATENCY_S = {"infiniband": 14.0e-6, "roce": 14.0e-6, "efa": 70.0e-6}
+_NETWORK_LATENCY_S = {"infiniband": 14.0e-6, "roce": 14.0e-6, "efa": 140.0e-6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,9 @@ def named_device(name: str) -> Device:
         memory_bytes=int(whole.memory_bytes * memory),
         memory_bandwidth_bytes_per_s=whole.memory_bandwidth_bytes_per_s * memory,
         reserve_bytes=int(1.4 * GIB + 0.04 * whole.memory_bytes * memory),
+        sm_count=round(whole.sm_count * compute),
+        l2_bytes=int(whole.l2_bytes * memory),
+        l2_bandwidth_bytes_per_s=whole.l2_bandwidth_bytes_per_s * memory,
     )
 
 
@@ -109,7 +118,7 @@ def node_levels(name: str, devices: int) -> tuple[Level, ...]:
     """What joins the devices within a node: one level, or packages and what joins those."""
     whole, colon, _ = name.partition(":")
     if colon:  # slices have no NVLink between them: they meet over the host
-        return (Level(devices, inner_link(whole, 2**16), NODE),)
+        return (Level(devices, pcie(name), NODE),)
     link = inner_link(whole, devices)
     if find_device(whole).name == "MI250X" and devices > 2 and devices % 2 == 0:
         package = replace(link, bandwidth_bytes_per_s=_PACKAGE_RATE, point_to_point=False)
@@ -122,6 +131,12 @@ def reduction_rate(name: str, link: Link) -> float:
     """`Level.nvls` of that device's switches, if `link` is the NVLink that leads to them."""
     device = find_device(name.partition(":")[0]).name
     return _NVLS.get(device, 0.0) if link.name == "NVLink" else 0.0
+
+
+def pcie(name: str) -> Link:
+    """What devices of that name without a link of their own meet over: PCIe, by generation."""
+    rate = _PCIE_RATE.get(find_device(name.partition(":")[0]).arch, _USUAL_PCIE_RATE)
+    return Link("PCIe", rate, _PCIE_LATENCY_S, _PCIE_FRACTION)
 
 
 def network(name: str, kind: str = "InfiniBand") -> Link:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 from ir.device import Link, find_device, inner_link
 from ir.errors import UsageError
-from ir.topology import NETWORK, NODE, Level, network, reduction_rate
+from ir.topology import NETWORK, NODE, Level, network, pcie, reduction_rate
 
 # NVLinks of a device, all together (NVIDIA data sheets); the link rate is the table's over these.
 _NVLINKS = {"V100-16GB": 6, "V100-32GB": 6, "A800-80GB": 8, "RTX-3090": 4} | dict.fromkeys(
@@ -130,12 +130,12 @@ def _levels(node: _Node, device: str, nodes: int) -> tuple[Level, ...]:
         link = _nvlink(node, device, island)
         levels += (Level(island, link, NODE, nvls=reduction_rate(device, link)),)
     if node.size > island or not levels:
-        pcie = inner_link(device, 2**16)
+        host = pcie(device)
         if node.crosses_sockets:
-            rate = min(pcie.bandwidth_bytes_per_s, _SOCKETS_RATE / pcie.achievable)
-            pcie = replace(pcie, bandwidth_bytes_per_s=rate)
+            rate = min(host.bandwidth_bytes_per_s, _SOCKETS_RATE / host.achievable)
+            host = replace(host, bandwidth_bytes_per_s=rate)
         levels = tuple(replace(level, name="NVLink") for level in levels)
-        levels += (Level(node.size // island, pcie, NODE),)
+        levels += (Level(node.size // island, host, NODE),)
     return levels + _network_levels(node, device, nodes)
 
 

@@ -47,12 +47,12 @@ class Crossing:
 class Groups:
     """Alike groups of `members` ranks, innermost crossing first; no crossing for one member.
 
-    `has_nccl`: GPUs, which have NCCL's (RCCL's) algorithms; CPUs have Gloo's rings alone.
+    `library`: "nccl", "rccl" (AMD) or "gloo" (CPU).
     """
 
     members: int
     crossings: tuple[Crossing, ...]
-    has_nccl: bool = True
+    library: str = "nccl"
 
     @property
     def ring_bytes_per_s(self) -> float:
@@ -98,7 +98,12 @@ def lay_out(cluster: Cluster, groups: Iterable[Iterable[int]]) -> Groups:
             crossings.append(_crossing(level, below, inside, shared, ranks))
         inside = max(inside, shared)
     members = min(map(len, ranks))
-    return Groups(members, tuple(crossings), has_nccl=cluster.device.name != "CPU")
+    return Groups(members, tuple(crossings), _library(cluster))
+
+
+def _library(cluster: Cluster) -> str:
+    name = cluster.device.name
+    return "gloo" if name == "CPU" else "rccl" if name.startswith("MI") else "nccl"
 
 
 def _crossing(

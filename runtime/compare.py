@@ -182,12 +182,19 @@ def run_program(
     return runs[0]
 
 
-def compare(found: Run, wanted: Run, *, tolerance: float = TOLERANCE) -> Comparison:
-    """Relative differences of two runs; a gradient that only one has counts as infinite."""
+def compare(
+    found: Run, wanted: Run, *, update: float = 0.0, tolerance: float = TOLERANCE
+) -> Comparison:
+    """Relative differences of two runs; a gradient that only one has counts as infinite.
+
+    `update` is the size of one optimizer step (the learning rate): AdamW turns the rounding of a
+    gradient that is zero in truth into a small part of a step, so trained tensors are compared
+    relative to their own size or to a step, whichever is larger.
+    """
     pairs = zip(found.losses, wanted.losses, strict=True)
     loss = max((abs(a - b) / max(abs(b), 1e-300) for a, b in pairs), default=0.0)
     grad, worst_grad = _worst(found.gradients, wanted.gradients)
-    param, worst_param = _worst(found.tensors, wanted.tensors)
+    param, worst_param = _worst(found.tensors, wanted.tensors, update)
     name = worst_grad if grad >= param else worst_param
     loss = loss if all(map(_finite, found.losses)) else float("inf")
     return Comparison(loss, grad, param, name, found.unequal_replicas, tolerance)
@@ -219,9 +226,12 @@ def _finite(value: float) -> bool:
     return abs(value) != float("inf") and value == value
 
 
-def _worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
+def _worst(
+    found: dict[str, Tensor], wanted: dict[str, Tensor], least: float = 0.0
+) -> tuple[float, str]:
     """(largest relative difference, its tensor). The scale of a tensor is its largest entry."""
     scale = max((_largest(t) for t in wanted.values()), default=0.0) * NEGLIGIBLE
+    scale = max(scale, least)
     errors = {}
     for name in {**found, **wanted}:
         if name not in found or name not in wanted:

@@ -60,6 +60,6 @@ def hand_plan(
     )
     prediction = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1, (NO_COST,) * len(stages))
     return Plan(
-        graph.model, signature(graph), Cluster.local(mesh.size), mesh, schedule,
+        graph.model, signature(graph), Cluster.local(mesh.size, memory_GiB=1), mesh, schedule,
         degrees.micro_batches, degrees.batch, "adamw", blocks, tuple(stages), prediction,
     )  # fmt: skip

@@ -22,11 +22,12 @@ from ir.names import Namer
 from ir.trace.adapters import FakeTensorMode, FxNode
 from ir.trace.block import body_nodes, capture_record, same_function
 from ir.trace.capture import Capture, capture, explain
-from ir.trace.convert import source_of, tensor_type
+from ir.trace.convert import tensor_type
 from ir.trace.fold import Record, Recorder, families
 from ir.trace.joint import Segment, differentiable_outputs, differentiate
 from ir.trace.masks import recognise_masks
 from ir.trace.segment import HEAVY, canonical, live_nodes, segment, split
+from ir.trace.source import source_of
 from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,7 @@ from ir.errors import CaptureError, ShardwrightError
 from ir.graph import BATCH
 from ir.trace.adapters import FakeTensorMode, expression, make_fx, preserve_meta
 from ir.trace.interpret import Lift
-
-TORCH_HOME = str(Path(torch.__file__).parent)
-OWN_HOME = str(Path(__file__).parent)
+from ir.trace.source import OWN_HOME, TORCH_HOME, source_of
 
 
 @dataclass
@@ -54,7 +53,14 @@ def capture(module: nn.Module, examples: list[Tensor], batch_dims: list[dict[int
     except ShardwrightError:
         raise
     except Exception as error:
-        raise explain(error, module) from error
+        nested = next((e for e in _chain(error) if isinstance(e, ShardwrightError)), None)
+        raise nested or explain(error, module) from error
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _functional(
@@ -145,8 +151,8 @@ def _refuse_hidden_writes(module: fx.GraphModule) -> None:
             root = _root(write.args[0])
             if root.op == "placeholder" and root not in buffers:
                 raise CaptureError(
-                    f"{where(write)} writes in place under torch.no_grad() into a tensor that is "
-                    "part of the gradient. Write to a copy, or outside no_grad."
+                    f"{source_of(write)} writes in place under torch.no_grad() into a tensor that "
+                    "is part of the gradient. Write to a copy, or outside no_grad."
                 )
 
 
@@ -158,15 +164,6 @@ def _root(node: fx.Node) -> fx.Node:
             return node
         node = node.args[0]
     return node
-
-
-def where(node: fx.Node) -> str:
-    """Module path and source line of a captured node, for messages."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
-    lines = [s for s in (node.meta.get("stack_trace") or "").splitlines() if "File" in s]
-    user = [s.strip() for s in lines if TORCH_HOME not in s and OWN_HOME not in s]
-    return f"{path or 'the model'}, {user[-1] if user else 'unknown line'}"
 
 
 def explain(error: BaseException, module: nn.Module) -> CaptureError:
@@ -182,10 +179,11 @@ def explain(error: BaseException, module: nn.Module) -> CaptureError:
         file = frame.f_code.co_filename
         held = frame.f_locals.get("self")
         path = names.get(id(held), "")
-        owner = type(held).__name__ if path or "self" in frame.f_locals else ""
+        owner = type(held).__name__ if isinstance(held, nn.Module) else ""
         code = linecache.getline(file, line).strip()
         label = path.removeprefix("model.").removeprefix("model")
-        module_text = f"module '{label}' ({owner})" if label else f"the top module ({owner})"
+        module_text = f"module '{label}' ({owner})" if label else "the top module"
+        module_text += f" ({owner})" if owner and not label else ""
         place = f"{module_text}, {Path(file).name}:{line}: `{code}`"
     return CaptureError(f"can't capture {place}. {_reason(error)}")
 

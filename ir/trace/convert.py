@@ -14,11 +14,12 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from ir.graph import Block, Node, Ref, Source, TensorType
+from ir.errors import CaptureError
+from ir.graph import Block, Node, Ref, TensorType
 from ir.names import Namer
 from ir.trace.adapters import FxNode, expression
-from ir.trace.capture import OWN_HOME, TORCH_HOME
 from ir.trace.normal import FILLS, IDENTITY, NEUTRAL, VIEW, WHOLE, aten
+from ir.trace.source import source_of
 
 DROPPED = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
 
@@ -48,19 +49,6 @@ def tensor_type(tensor: Tensor, sizes: dict[Any, Any]) -> TensorType:
     return TensorType(shape, str(tensor.dtype).removeprefix("torch."))
 
 
-def source_of(node: fx.Node) -> Source:
-    """Module path and `file:line` of the user's code behind a traced node."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
-    path = path.removeprefix("model").removeprefix(".")
-    for text in reversed((node.meta.get("stack_trace") or "").splitlines()):
-        text = text.strip()
-        if text.startswith("File") and TORCH_HOME not in text and OWN_HOME not in text:
-            file, line = text.split('"')[1], text.split("line ")[1].split(",")[0]
-            return Source(path, f"{file.rsplit('/', 1)[-1]}:{line}")
-    return Source(path)
-
-
 def renamed(node: Node, swap: dict[str, str]) -> Node:
     """The node with other names for its values."""
 
@@ -73,6 +61,16 @@ def renamed(node: Node, swap: dict[str, str]) -> Node:
         node.op, argument(node.args), argument(node.kwargs),
         tuple(swap.get(name, name) for name in node.outputs), node.source,
     )  # fmt: skip
+
+
+def _refuse_undefined(node: FxNode) -> None:
+    """An operation that is traced with no tensor where its schema demands one can't run."""
+    for slot, value in zip(node.target._schema.arguments, node.args, strict=False):
+        if value is None and str(slot.type) == "Tensor":
+            raise CaptureError(
+                f"{node.target} is traced with no tensor for `{slot.name}`, which it needs (fused "
+                "recurrent layers are). Write that layer with plain operations."
+            )
 
 
 class Converter:
@@ -191,6 +189,7 @@ class Converter:
         for name, result in zip(outputs, results, strict=True):
             if isinstance(result, Tensor):
                 self.types[name] = tensor_type(result, self.sizes)
+        _refuse_undefined(node)
         op, args, kwargs = self._normal(node)
         pairs = tuple(sorted((k, self._arg(v)) for k, v in kwargs.items() if k not in DROPPED))
         self.nodes.append(Node(op, tuple(map(self._arg, args)), pairs, outputs, source_of(node)))

@@ -14,10 +14,16 @@ import torch
 from torch import Tensor, fx
 
 from ir.errors import CaptureError
+from ir.trace.adapters import FxNode
 from ir.trace.library import ops
 from ir.trace.lift import LIFTS, matmul
+from ir.trace.source import source_of
 
 aten = torch.ops.aten
+RECURRENT = {
+    aten.lstm.input, aten.lstm.data, aten.gru.input, aten.gru.data, aten.rnn_tanh.input,
+    aten.rnn_tanh.data, aten.rnn_relu.input, aten.rnn_relu.data,
+}  # fmt: skip
 
 
 class AttentionLift:
@@ -76,6 +82,7 @@ class Lift(fx.Interpreter):
         super().__init__(module)
         self.counter = counter if counter is not None else [0]
         self.no_grad = no_grad
+        self.extra_traceback = False
         self.attention = AttentionLift(self)
 
     def dropout(self, x: Tensor, p: float, train: bool = True) -> Tensor:
@@ -84,6 +91,13 @@ class Lift(fx.Interpreter):
         self.counter[0] += 1
         out: Tensor = ops.dropout(x, float(p), self.counter[0])
         return out
+
+    def run_node(self, n: FxNode) -> Any:
+        """Runs one node; a refusal names the module and line that it comes from."""
+        try:
+            return super().run_node(n)
+        except CaptureError as error:
+            raise CaptureError(f"can't capture {source_of(n)}: {error}") from error
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.rewrite(target, args, kwargs)
@@ -101,6 +115,11 @@ class Lift(fx.Interpreter):
             return self.region(not args[0], args[1], args[2:])
         if target is torch.ops.higher_order.wrap_with_autocast:
             return self.autocast(*args)
+        if target in RECURRENT:
+            raise CaptureError(
+                f"{target} is a fused recurrent layer: its backward depends on the device's "
+                "library, so it can't be cut or moved. Write the recurrence with plain operations."
+            )
         return LIFTS.get(target, target)(*args, **kwargs)
 
     def region(self, no_grad: bool, module: fx.GraphModule, operands: tuple[Any, ...]) -> Any:

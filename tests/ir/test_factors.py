@@ -96,7 +96,7 @@ def attention_cuts(heads: int, key_heads: int) -> set[tuple[str, ...]]:
     types = {name: TensorType(shape, "float32") for name, shape in shapes.items()}
     block = Block("one", tuple("qkv"), node.outputs, (node,), 1, (), (), types)
     options = strategies(node, infer(block), infer(block).size)
-    return {tuple(map(str, (*o.operands, *o.results))) for o in options if o.leaf} - {
+    return {tuple(map(str, (*o.operands, *o.results))) for o in options if o.divides} - {
         ("shard(0)",) * 5
     }
 

@@ -1,0 +1,28 @@
+"""Where a traced node comes from: the module path and the line of the user's code.
+
+Input: an fx node with the metadata of torch.export. Output: a `Source`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ir.graph import Source
+
+TORCH_HOME = str(Path(torch.__file__).parent)
+OWN_HOME = str(Path(__file__).parent)
+
+
+def source_of(node: FxNode) -> Source:
+    """Module path and `file:line` of the user's code behind a traced node."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    path = path.removeprefix("model").removeprefix(".")
+    for text in reversed((node.meta.get("stack_trace") or "").splitlines()):
+        text = text.strip()
+        if text.startswith("File") and TORCH_HOME not in text and OWN_HOME not in text:
+            file, line = text.split('"')[1], text.split("line ")[1].split(",")[0]
+            return Source(path, f"{file.rsplit('/', 1)[-1]}:{line}")
+    return Source(path)

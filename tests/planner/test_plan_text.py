@@ -1,0 +1,59 @@
+"""Golden text of plans. To rewrite it: `python tests/planner/test_plan_text.py`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small_models import chain, products
+
+from ir.cluster import Cluster
+from ir.plan import Plan
+from planner import plan
+from planner.describe import common_path, duration, escaped, size
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def _chain() -> Plan:
+    pin = {"pipeline": 2, "tensor": 2, "micro_batches": 2}
+    graph = chain(width=128, hidden=512, seq=32)
+    return plan(graph, Cluster.local(4, memory_GiB=1), global_batch=8, pin=pin)
+
+
+def _products() -> Plan:
+    graph = products(3, 4096, folded=True)
+    return plan(graph, Cluster.parse("2x2xH100-SXM"), global_batch=4096)
+
+
+PLANS: dict[str, Callable[[], Plan]] = {"plan_chain": _chain, "plan_products": _products}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_text_of_a_plan(name: str) -> None:
+    assert PLANS[name]().text + "\n" == (GOLDEN / f"{name}.txt").read_text()
+
+
+def test_the_text_has_no_address_and_no_trailing_space() -> None:
+    text = _chain().text
+    assert "0x" not in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_units() -> None:
+    assert [duration(s) for s in (1.5, 0.0123, 1.5e-6)] == ["1.500 s", "12.3 ms", "1.5 µs"]
+    assert [size(b) for b in (1024, 3 * 2**20, 2**31)] == ["1.0 KiB", "3.0 MiB", "2.0 GiB"]
+
+
+def test_paths_of_a_repeated_block_share_a_pattern() -> None:
+    assert common_path(["model.layers.0", "model.layers.11"]) == "model.layers.*"
+    assert common_path(["head"]) == "head"
+    assert common_path(["a.left", "a.right"]) == "a.left …"
+
+
+def test_names_from_a_model_are_escaped() -> None:
+    assert escaped("a\nb\x1b[0m") == "a\\nb\\x1b[0m"
+
+
+if __name__ == "__main__":
+    for name, make in PLANS.items():
+        (GOLDEN / f"{name}.txt").write_text(make().text + "\n")

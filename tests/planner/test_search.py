@@ -1,0 +1,219 @@
+"""What `plan` decides, and what it refuses."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from small_models import chain, products, whole
+
+from ir.cluster import Cluster, Mesh
+from ir.errors import Refused, UsageError
+from ir.graph import Graph
+from ir.plan import Plan, spmd
+from planner import plan
+
+LOCAL = Cluster.local(4, memory_GiB=1)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return chain()
+
+
+@pytest.fixture(scope="module")
+def found(graph: Graph) -> Plan:
+    return plan(graph, LOCAL, global_batch=8)
+
+
+def test_the_same_request_gives_the_same_plan(graph: Graph, found: Plan) -> None:
+    again = plan(chain(), LOCAL, global_batch=8)
+    assert again == found
+    assert str(again) == str(found)
+
+
+def test_one_device_needs_no_communication(graph: Graph) -> None:
+    alone = plan(graph, Cluster.local(1, memory_GiB=1), global_batch=8)
+    assert alone.mesh == Mesh(1, 1, 1)
+    assert alone.prediction.exposed_comm_s == 0
+    assert alone.prediction.bubble_s == 0
+
+
+def test_the_parts_of_the_step_add_up(found: Plan) -> None:
+    p = found.prediction
+    parts = p.compute_s + p.exposed_comm_s + p.bubble_s + p.optimizer_s
+    assert p.step_s == pytest.approx(parts)
+    assert 0 < p.bound_s <= p.step_s
+
+
+def test_a_plan_is_the_program_it_describes(graph: Graph, found: Plan) -> None:
+    program = spmd(graph, found)
+    placed = [call.index for stage in program.stages for call in stage]
+    assert placed == list(range(len(graph.calls)))
+    assert found.prediction.peak_bytes <= found.prediction.capacity_bytes
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [
+        {"tensor": 2, "pipeline": 2},
+        {"data": 4},
+        {"tensor": 4},
+        {"pipeline": 4},
+        {"pipeline": 2, "data": 2, "micro_batches": 2, "schedule": "gpipe"},
+        {"tensor": 2, "micro_batches": 4, "recompute": "full"},
+        {"recompute": "none"},
+        {"recompute": "selective"},
+    ],
+    ids=str,
+)
+def test_pins_are_honoured(graph: Graph, pin: dict[str, Any]) -> None:
+    made = plan(graph, LOCAL, global_batch=8, pin=pin)
+    assert made.mesh.size == 4
+    for key, value in pin.items():
+        if key in ("pipeline", "data", "tensor"):
+            assert made.mesh.degree(key) == value
+        elif key in ("micro_batches", "schedule"):
+            assert getattr(made, key) == value
+    labels = {placed.keep for stage in made.stages for placed in stage}
+    if pin.get("recompute") in ("none", "full"):
+        assert labels == {pin["recompute"]}
+    spmd(graph, made)
+
+
+@pytest.mark.parametrize(
+    ("pin", "message"),
+    [
+        ({"tensr": 2}, r"unknown pin 'tensr'. Pins are pipeline, data, tensor"),
+        ({"tensor": 0}, r"tensor=0: it must be a whole number of at least 1"),
+        ({"tensor": "2"}, r"tensor='2': it must be a whole number"),
+        ({"tensor": 3}, r"4 devices can't be split in 3. Use tensor=2 or 4"),
+        ({"schedule": "zb"}, r"it is one of gpipe, 1f1b"),
+        ({"recompute": "some"}, r"it is one of none, selective, full"),
+        ({"micro_batches": 3}, r"8 rows can't be divided into 3 micro-batches. Use .*=2 or 4"),
+        (
+            {"pipeline": 1, "data": 2, "tensor": 1},
+            r"use 2 devices of 4. Use tensor=2, or leave one of the three free",
+        ),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_pins_that_make_no_sense(graph: Graph, pin: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan(graph, LOCAL, global_batch=8, pin=pin)
+
+
+@pytest.mark.parametrize("pin", [{"data": 4}, {"pipeline": 1, "tensor": 1}], ids=str)
+def test_a_batch_that_the_data_ranks_cannot_share(graph: Graph, pin: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=r"batch of 6 can't be divided by data=4. Use data=3 or 6"):
+        plan(graph, LOCAL, global_batch=6, pin=pin)
+
+
+@pytest.mark.parametrize("rows", [0, -1, 2.0, True])
+def test_a_batch_must_be_a_positive_number(graph: Graph, rows: Any) -> None:
+    with pytest.raises(UsageError, match="whole number of at least 1"):
+        plan(graph, LOCAL, global_batch=rows)
+
+
+def test_an_unknown_optimizer(graph: Graph) -> None:
+    with pytest.raises(UsageError, match="unknown optimizer 'lion'. Known: adamw, sgd"):
+        plan(graph, LOCAL, global_batch=8, optimizer="lion")
+
+
+def test_sgd_holds_no_state(graph: Graph) -> None:
+    made = plan(graph, LOCAL, global_batch=8, optimizer="sgd")
+    assert all(stage.optimizer_bytes == 0 for stage in made.prediction.stages)
+
+
+def test_more_stages_than_blocks_are_refused(graph: Graph) -> None:
+    calls = len(graph.calls)
+    with pytest.raises(Refused, match=f"more devices than work.*Use at most pipeline={calls}"):
+        plan(graph, Cluster.local(16, memory_GiB=1), global_batch=8, pin={"pipeline": 16})
+
+
+def test_more_devices_than_work_are_refused() -> None:
+    with pytest.raises(Refused, match="more devices than work: 11 devices can't share 8 rows"):
+        plan(products(1), Cluster.local(11, memory_GiB=1), global_batch=8)
+
+
+def test_a_tensor_degree_that_divides_nothing_is_legal_but_said() -> None:
+    made = plan(products(1), Cluster.local(3, memory_GiB=1), global_batch=8, pin={"tensor": 3})
+    assert any("divides no factor" in note for note in made.approximations)
+    assert any("not divisible by 3" in note for note in made.approximations)
+
+
+def test_a_model_that_needs_the_whole_batch_gets_one_micro_batch() -> None:
+    made = plan(whole(), Cluster.local(2, memory_GiB=1), global_batch=8)
+    assert made.micro_batches == 1
+    assert any(note.startswith("one micro-batch only") for note in made.approximations)
+    with pytest.raises(Refused, match="all rows of the batch at once"):
+        plan(whole(), Cluster.local(2), global_batch=8, pin={"micro_batches": 2})
+
+
+def test_what_does_not_fit_is_refused_with_its_largest_part() -> None:
+    big = chain(depth=4, width=256, hidden=1024, seq=64)
+    with pytest.raises(Refused) as caught:
+        plan(big, Cluster.local(2, memory_GiB=0.01), global_batch=8)
+    text = str(caught.value)
+    assert re.search(r"no plan fits: stage \d", text)
+    assert "Largest part:" in text
+    assert re.search(r"The state alone \(\d\.\d GiB\) needs at least \d+ devices", text)
+
+
+def test_scarce_memory_makes_the_plan_recompute_or_cut(graph: Graph) -> None:
+    big = chain(depth=4, width=64, hidden=256, seq=64)
+    roomy = plan(big, Cluster.local(1, memory_GiB=1), global_batch=8)
+    need = roomy.prediction.peak_bytes / 2**30
+    tight = plan(big, Cluster.local(1, memory_GiB=need * 0.8), global_batch=8)
+    assert tight.prediction.peak_bytes <= tight.prediction.capacity_bytes
+    assert tight.prediction.peak_bytes < roomy.prediction.peak_bytes
+    assert tight.prediction.step_s >= roomy.prediction.step_s
+
+
+# the plan file
+
+
+def test_json_gives_the_plan_back(found: Plan) -> None:
+    assert Plan.from_json(found.to_json()) == found
+    assert Plan.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_a_file_gives_the_plan_back(found: Plan, tmp_path) -> None:
+    found.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == found
+    assert list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
+
+
+def test_a_truncated_file_is_told_apart(found: Plan, tmp_path) -> None:
+    path = tmp_path / "plan.json"
+    found.save(path)
+    path.write_text(path.read_text()[:-40])
+    with pytest.raises(UsageError, match="not a whole plan file"):
+        Plan.load(path)
+
+
+def test_another_version_is_told_apart(found: Plan) -> None:
+    with pytest.raises(UsageError, match="has format 'shardwright-plan/0'"):
+        Plan.from_json(found.to_json() | {"format": "shardwright-plan/0"})
+
+
+def test_an_altered_plan_is_told_apart(found: Plan) -> None:
+    with pytest.raises(UsageError, match="was altered"):
+        Plan.from_json(found.to_json() | {"schedule": "gpipe"})
+
+
+def test_numbers_of_another_type_are_named(found: Plan) -> None:
+    with pytest.raises(UsageError, match="micro_batches must be a int, not '2'"):
+        Plan.from_json(found.to_json() | {"micro_batches": "2"})
+
+
+@pytest.mark.parametrize("key", ["blocks", "mesh", "prediction", "hash"])
+def test_a_missing_key_is_named(found: Plan, key: str) -> None:
+    value = {k: v for k, v in found.to_json().items() if k != key}
+    with pytest.raises(UsageError, match=f"missing keys \\['{key}'\\]"):
+        Plan.from_json(value)
+
+
+def test_a_plan_of_another_model_is_refused(found: Plan) -> None:
+    with pytest.raises(Refused, match="made for another model"):
+        spmd(chain(depth=3), found)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ir.graph import Source
+from ir.trace.adapters import FxNode
 
 TORCH_HOME = str(Path(torch.__file__).parent)
 OWN_HOME = str(Path(__file__).parent)

@@ -57,6 +57,9 @@ class Program:
                 f"{target} is not empty; emitting would mix two programs. Give another folder, or "
                 "--force to replace the files that the program consists of."
             )
+        for name in self.files:
+            if (target / name).is_dir():
+                raise UsageError(f"{target / name} is a folder where a file belongs; move it away.")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -95,8 +98,8 @@ def emit(graph: Graph, plan: Plan) -> Program:
     }
     facts = {
         "plan": plan, "ranks": plan.mesh.size, "model": plan.model, "hash": plan.hash,
-        "per_node": plan.cluster.levels[0].size,
-        "nodes": plan.cluster.n_devices // plan.cluster.levels[0].size,
+        "per_node": plan.cluster.devices_per_node,
+        "nodes": plan.cluster.n_devices // plan.cluster.devices_per_node,
     }  # fmt: skip
     for name in ("train.py", "launch.sh", "launch.slurm", "README.md"):
         files[name] = _template(f"{name}.jinja").render(**facts)

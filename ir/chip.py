@@ -42,7 +42,7 @@ _BURST_FRACTION = {"Hopper": 0.98, "Blackwell": 0.80}
 _ATTENTION_FRACTION = {"Hopper": 0.35, "Blackwell": 0.35, "CDNA2": 0.35, "CDNA3": 0.35}
 # Bytes that one SM takes from L2 per clock, all at once. A100: 5120 over 108 SMs (NVIDIA A100
 # whitepaper). V100: 2048 over 80 (arXiv 1804.06826). Hopper, Blackwell, CDNA3: fitted with the
-# constants of `planner.tiles`. Ada, Turing: 5 TB/s measured on RTX 4090 (chipsandcheese.com).
+# constants of `planner.tiles`. Ada, Turing: about 5 TB/s on RTX 4090 (recalled, not re-read).
 _L2_BYTES_PER_CLOCK = {
     "Volta": 26,
     "Turing": 20,

@@ -43,8 +43,8 @@ class _Flash:
 # From the asymptotes at head dimensions 64, 128 (and 256), which are linear in it: Ampere and
 # flash1 arXiv 2307.08691 (figures 4 to 6) and NVIDIA/cudnn-frontend's results on A100; Hopper
 # arXiv 2407.08608 (figures 5 and 6) and cudnn-frontend's on H200; Blackwell cudnn-frontend's on
-# GB200, and Dao-AILab/flash-attention issue 1589 for flash2 on B200. Older architectures: as
-# Ampere. CDNA3: an estimate between AITER's and CK's published forward rates.
+# GB200, and Dao-AILab/flash-attention issue 1589 for flash2 on B200. Others as
+# Ampere. CDNA3: an estimate, in proportion to its matrix products; no table was found.
 _FLASH = {
     ("flash1", "Ampere"): _Flash((0.60, 0.38), (2.0, 2.5)),
     ("flash2", "Ampere"): _Flash((0.88, 0.635), (1.0, 1.57)),
@@ -130,7 +130,7 @@ def attention_s(
 
 
 def _flash(device: Device, kernel: str) -> _Flash:
-    """That kernel there; one that doesn't exist for the architecture runs as the one before."""
+    """That kernel there; if it has none for the architecture, the one before it, or flash2."""
     arch = _NEAREST.get(device.arch, "Ampere")
     for name in FLASH[FLASH.index(kernel) :: -1]:
         if (name, arch) in _FLASH:

@@ -84,16 +84,16 @@ def check_pins(pins: Pins, n_devices: int, global_batch: int, *, has_batch: bool
         value = getattr(pins, key)
         if value not in (None, 1) and not has_batch:
             raise UsageError(
-                f"pin {key}={value}: no input of the model has a batch dimension, so there is "
-                f"nothing to split. Use {key}=1."
+                f"pin {key}={value}: the model works for one batch size only (no input could be "
+                f"traced with another number of rows), so it can't be split. Use {key}=1."
             )
     data = pins.data or 1
     if pins.pipeline and pins.tensor:
         data = n_devices // pins.pipeline // pins.tensor
     if data > 1 and not has_batch:
         raise UsageError(
-            f"data={data}: no input of the model has a batch dimension, so there is nothing to "
-            f"split. Use data=1, with more stages or a higher tensor degree."
+            f"data={data}: the model works for one batch size only, so it can't be split. Use "
+            "data=1, with more stages or a higher tensor degree."
         )
     if global_batch % data:
         raise UsageError(

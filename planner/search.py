@@ -123,7 +123,7 @@ class _Search:
 
     def run(self) -> Evaluated:
         """Near tensor groups first; wider ones only if nothing else fits."""
-        near = self.cluster.levels[0].size
+        near = self.cluster.near_devices
         everything = list(self._candidates())
         tiers = (
             [c for c in everything if c.mesh.tensor <= near],

@@ -66,7 +66,7 @@ def misused(function: ast.FunctionDef, module_names: set[str]) -> list[str]:
 
 
 def undeleted(function: ast.FunctionDef) -> set[str]:
-    """Tensors of a block function that are alive at its end and not returned."""
+    """Tensors of a block function that are alive at its end, not returned, not the prologue's."""
     alive = {arg.arg for arg in function.args.args}
     returned: set[str] = set()
     for statement in function.body:
@@ -75,6 +75,8 @@ def undeleted(function: ast.FunctionDef) -> set[str]:
                 alive -= {target.id for target in targets if isinstance(target, ast.Name)}
             case ast.Return():
                 returned |= read_names(statement)
+            case ast.Assign(value=ast.Name(id="early")):
+                pass
             case _:
                 alive |= written_names(statement)
     return alive - returned - PASSED

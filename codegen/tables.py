@@ -96,7 +96,7 @@ def _scalar(spmd: Spmd, value: str, name: str) -> dict[str, Any]:
 
 def _input(spmd: Spmd, item: Any) -> dict[str, Any]:
     return {
-        "name": item.name, "index": item.index, "dtype": item.type.dtype,
+        "name": item.name, "index": item.index, "path": item.path, "dtype": item.type.dtype,
         "shape": [int(evaluate(size, spmd.degrees.batch)) for size in item.type.shape],
         "batch_dim": item.batch_dim,
     }  # fmt: skip

@@ -186,10 +186,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A tensor leaf of the model's arguments; `index` is its place among all tensor leaves."""
+    """A tensor leaf of the model's arguments.
+
+    `index` is its place among all tensor leaves of (args, kwargs), `path` where it stands there.
+    """
 
     name: str
     index: int
+    path: str
     type: TensorType
     batch_dim: int | None
 

@@ -9,16 +9,17 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
-from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without memory
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # shapes without memory
 from torch.fx import traceback as fx_traceback  # carries module and line to traced nodes
 from torch.fx.experimental.proxy_tensor import make_fx  # the only tracer below autograd
 from torch.utils import _pytree as pytree  # the flattening that torch.export itself uses
+from torch.utils._mode_utils import no_dispatch  # reads a real tensor while a mode is active
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation that runs
 
 __all__ = [
-    "FakeTensorMode", "FxNode", "TorchDispatchMode", "expression", "flatten", "hint", "make_fx",
-    "node_meta", "preserve_meta", "unflatten",
+    "FakeTensorMode", "FxNode", "TorchDispatchMode", "constant_text", "expression", "flatten",
+    "flatten_with_paths", "hint", "is_fake", "make_fx", "node_meta", "preserve_meta", "unflatten",
 ]  # fmt: skip
 
 FxNode: TypeAlias = Any
@@ -26,8 +27,36 @@ FxNode: TypeAlias = Any
 of the node's target says which one an argument is."""
 
 
+LARGEST_SPELLED = 4096
+"""Elements of a constant that are compared one by one."""
+
+
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(tree)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def constant_text(tensor: Tensor) -> str:
+    """The content of a small real tensor; of others the identity."""
+    if tensor.is_meta or tensor.numel() > LARGEST_SPELLED:
+        return f"tensor {id(tensor)}"
+    with no_dispatch():
+        return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.tolist()}"
+
+
+def flatten_with_paths(tree: Any) -> list[tuple[str, list[Any], Any]]:
+    """(path as text, its keys and indices, leaf) of every leaf."""
+    pairs, _ = pytree.tree_flatten_with_path(tree)
+    return [(pytree.keystr(path), [_key(part) for part in path], leaf) for path, leaf in pairs]
+
+
+def _key(part: Any) -> Any:
+    """The key, attribute name or index that a part of a path stands for."""
+    found = [getattr(part, name) for name in ("key", "name", "idx") if hasattr(part, name)]
+    return found[0] if found else str(part)
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -23,7 +23,7 @@ from ir.trace.adapters import FakeTensorMode, FxNode
 from ir.trace.block import body_nodes, capture_record, same_function
 from ir.trace.capture import Capture, capture, explain
 from ir.trace.convert import tensor_type
-from ir.trace.fold import Record, Recorder, families
+from ir.trace.fold import Record, Recorder, families, named_state
 from ir.trace.joint import Segment, differentiable_outputs, differentiate
 from ir.trace.masks import recognise_masks
 from ir.trace.segment import HEAVY, canonical, live_nodes, segment, split
@@ -63,9 +63,9 @@ def _batch_guesses(leaves: list[Leaf]) -> list[list[Leaf]]:
     batched = [i for i, leaf in enumerate(leaves) if leaf.rows is not None]
     guesses = [leaves]
     for drop in batched[1:]:
-        leaf = Leaf(leaves[drop].name, leaves[drop].tensor, None)
+        leaf = replace(leaves[drop], rows=None)
         guesses.append([*leaves[:drop], leaf, *leaves[drop + 1 :]])
-    return [*guesses, [Leaf(leaf.name, leaf.tensor, None) for leaf in leaves]]
+    return [*guesses, [replace(leaf, rows=None) for leaf in leaves]]
 
 
 @dataclass
@@ -95,7 +95,7 @@ class _Builder:
         self.input_names = [self.namer(leaf.name, default="input") for leaf in leaves]
         self.state: dict[str, State] = {}
         self.by_tensor: dict[Any, str] = {}
-        self.tensors = dict(_all_tensors(step.model))
+        self.tensors = dict(named_state(step.model))
         self.updates: dict[str, str] = {}
         self.pieces: list[_Piece] = []
         self.notes: list[str] = []
@@ -109,7 +109,7 @@ class _Builder:
         guards = [*top.guards, *(g for c in self.captures.values() for g in c.guards)]
         state = [self._final(s, needs) for s in self.state.values()]
         inputs = [
-            Input(n, i, self.input_types[i], 0 if leaf.rows is not None else None)
+            Input(n, i, leaf.path, self.input_types[i], 0 if leaf.rows is not None else None)
             for i, (n, leaf) in enumerate(zip(self.input_names, self.leaves, strict=True))
         ]
         metrics = tuple(zip(self.step.report.metrics, outputs[1:], strict=True))
@@ -146,13 +146,13 @@ class _Builder:
                 "have another number of rows. Make the model work for any batch size."
             )
         self.leaves = [
-            Leaf(x.name, x.tensor, None) if i == index else x for i, x in enumerate(self.leaves)
+            replace(x, rows=None) if i == index else x for i, x in enumerate(self.leaves)
         ]
 
     def _dry_run(self, recorder: Recorder, phase: str, factor: int) -> None:
         """Runs the step on fake tensors to see how the family members are called."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fakes: dict[str, Tensor] = {k: mode.from_tensor(v) for k, v in _all_tensors(self.step)}
+        fakes: dict[str, Tensor] = {k: mode.from_tensor(v) for k, v in named_state(self.step)}
         inputs = [mode.from_tensor(leaf.example(factor)) for leaf in self.leaves]
         try:
             with recorder.installed(phase), mode, torch.no_grad():
@@ -361,11 +361,6 @@ class _Builder:
         trainable = state.trainable and state.name in wanted
         update = self.updates.get(state.name)
         return State(state.name, state.names, state.kind, state.type, trainable, update, state.data)
-
-
-def _all_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False)]  # fmt: skip
 
 
 def _common_path(nodes: list[fx.Node]) -> str:

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ir.trace.adapters import TorchDispatchMode, flatten, unflatten
+from ir.trace.adapters import (
+    TorchDispatchMode,
+    constant_text,
+    flatten,
+    is_fake,
+    unflatten,
+)
 from ir.trace.library import CALL_SIGNATURE
 from ir.trace.step import named_tensors
 
@@ -86,19 +92,33 @@ def _comparable(value: Any) -> Any:
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, writes down every operation with its literals."""
+    """While active, writes down every operation: what it reads, its literals, what it gives.
 
-    def __init__(self) -> None:
+    `known` names the member's own tensors; others are numbered, constants are spelled out.
+    """
+
+    def __init__(self, known: dict[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.lines: list[str] = []
+        self.words = {id(tensor): name for name, tensor in known.items()}
+        self.alive = list(known.values())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        leaves = flatten((args, kwargs))[0]
-        literals = ["tensor" if isinstance(x, Tensor) else repr(x) for x in leaves]
-        self.lines.append(f"{func}({', '.join(literals)})")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        words = [self._word(x) for x in flatten((args, kwargs))[0]]
+        made = [self._word(x) for x in flatten(result)[0]]
+        self.lines.append(f"{', '.join(made)} = {func}({', '.join(words)})")
+        return result
+
+    def _word(self, item: Any) -> str:
+        if not isinstance(item, Tensor):
+            return repr(item)
+        if id(item) not in self.words:
+            self.alive.append(item)
+            self.words[id(item)] = f"t{len(self.words)}" if is_fake(item) else constant_text(item)
+        return self.words[id(item)]
 
     @property
     def digest(self) -> str:
@@ -136,7 +156,7 @@ class Record:
     def names(self) -> list[str]:
         """Names of the input tensors, after the parameters of the member's forward."""
         args, kwargs = unflatten(self.leaves, self.spec)
-        return [name for name, _ in named_tensors(self.module, args, kwargs)]
+        return [name for name, _, _ in named_tensors(self.module, args, kwargs)]
 
     @property
     def variant(self) -> tuple[Any, ...]:
@@ -174,6 +194,12 @@ def _size(pair: tuple[int, int], input_sizes: list[Any], xs: list[Tensor]) -> An
             if a != b and pair[0] * b == pair[1] * a:
                 return x.shape[dim] * pair[0] // a if pair[0] != a else x.shape[dim]
     raise RuntimeError(f"no input of the block explains a result size of {pair}")
+
+
+def named_state(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers by name, tied ones under each of their names."""
+    return [*module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False)]  # fmt: skip
 
 
 def _tensors(leaves: list[Any]) -> list[Tensor]:
@@ -223,7 +249,8 @@ class Recorder:
                 leaves: list[Any], spec: Any) -> Any:  # fmt: skip
         record = Record(path, family, module, spec, leaves, self.rows)
         args, kwargs = unflatten(leaves, spec)
-        with _Operations() as seen:
+        inputs = {f"input {i}": x for i, x in enumerate(_tensors(leaves))}
+        with _Operations(inputs | dict(named_state(module))) as seen:
             record.out_leaves, record.out_spec = flatten(forward(*args, **kwargs))
         record.operations = seen.digest
         self.records.append(record)

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from ir.errors import CaptureError
-from ir.trace.adapters import flatten, unflatten
+from ir.trace.adapters import flatten, flatten_with_paths, unflatten
 
 SMALLEST_TRACED_BATCH = 4
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor leaf of the arguments; `name` is taken from its path."""
+    """A tensor leaf of the arguments: `path` as torch's pytree writes it, `rows` of its dim 0."""
 
     name: str
+    path: str
     tensor: Tensor
     rows: int | None
 
@@ -95,14 +96,24 @@ def scalars(output: Any) -> dict[str, Tensor]:
 
 def named_tensors(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[str, Tensor]]:
-    """Tensor leaves of the arguments in flattening order, named after parameter or last key."""
-    names = list(inspect.signature(module.forward).parameters)
-    names += [f"input_{i}" for i in range(len(names), len(args))]
-    found: list[tuple[str, Tensor]] = []
-    for name, value in zip(names, args, strict=False):
-        _collect(name, value, found)
-    _collect("", kwargs, found)
+) -> list[tuple[str, str, Tensor]]:
+    """(name, path, tensor) of each tensor leaf in flattening order.
+
+    A leaf is named after its last key, or after the parameter of `module.forward` it is given to.
+    """
+    names = [*inspect.signature(module.forward).parameters]
+    found = []
+    for path, keys, leaf in flatten_with_paths((args, kwargs)):
+        if isinstance(leaf, Tensor):
+            place = keys[1] if len(keys) > 1 and keys[0] == 0 else len(names)
+            default = names[place] if isinstance(place, int) and place < len(names) else "input"
+            words = [key for key in keys if isinstance(key, str)]
+            found.append((words[-1] if words else default, path, leaf))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            raise CaptureError(
+                f"argument {path} is a {type(leaf).__name__}, whose tensors torch.export can't "
+                "see. Register it with torch.export.register_dataclass, or pass its tensors."
+            )
     return found
 
 
@@ -111,21 +122,11 @@ def leaves_of(
 ) -> tuple[list[Leaf], int]:
     """Tensor leaves with their presumed batch dim 0, and the batch size of the example."""
     tensors = named_tensors(module, args, kwargs)
-    with_dims = [t for _, t in tensors if t.dim()]
+    with_dims = [t for _, _, t in tensors if t.dim()]
     if not with_dims:
         raise CaptureError("the example arguments hold no tensor with a batch dim.")
     batch = with_dims[0].shape[0]
-    rows = [t.shape[0] if t.dim() and t.shape[0] == batch else None for _, t in tensors]
-    return [Leaf(n, t, r) for (n, t), r in zip(tensors, rows, strict=True)], batch
-
-
-def _collect(name: str, tree: Any, found: list[tuple[str, Tensor]]) -> None:
-    """Names each tensor leaf after its last key, in flattening order."""
-    if isinstance(tree, Tensor):
-        found.append((name or "input", tree))
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            _collect(str(key), value, found)
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            _collect(name, item, found)
+    return [
+        Leaf(name, path, tensor, batch if tensor.dim() and tensor.shape[0] == batch else None)
+        for name, path, tensor in tensors
+    ], batch

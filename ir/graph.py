@@ -7,7 +7,7 @@ that follow from them. Everything is frozen and prints stably.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -117,6 +117,16 @@ def references(argument: Any) -> Iterator[Ref]:
     elif isinstance(argument, tuple):
         for item in argument:
             yield from references(item)
+
+
+def needed(nodes: Sequence[Node], roots: Iterable[str]) -> tuple[Node, ...]:
+    """The nodes that the values `roots` depend on, in order."""
+    wanted, kept = set(roots), []
+    for node in reversed(nodes):
+        if wanted & set(node.outputs):
+            wanted.update(node.inputs)
+            kept.append(node)
+    return tuple(kept[::-1])
 
 
 def render(argument: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ir.batch import Spread, dual, early_values
 from ir.errors import Refused
-from ir.graph import Block, Node, Ref, TensorType, evaluate, references
+from ir.graph import Block, Node, Ref, TensorType, evaluate, needed, references
 from ir.layout import DATA, REPLICATE, TENSOR, Layout, Partial, Placement, Shard
 from ir.reshard import step
 from ir.strategies import Strategy
@@ -234,11 +234,11 @@ class _Lowering:
         ):
             want = Layout(dual(self.spread.place[value]), place)
             gradients.append((value, main.convert(name, want)))
-        needed = {name for node in main.nodes for name in node.inputs} | set(outputs)
-        early = tuple(name for name in early if name in needed)
+        read = {name for node in main.nodes for name in node.inputs} | set(outputs)
+        early = tuple(name for name in early if name in read)
         return Lowered(
-            self.block, _live(prologue.nodes, list(early)) if prologue else (),
-            _live(main.nodes[:n_forward], [*outputs, *(n for x in main.nodes[n_forward:]
+            self.block, needed(prologue.nodes, list(early)) if prologue else (),
+            needed(main.nodes[:n_forward], [*outputs, *(n for x in main.nodes[n_forward:]
                                                        for n in x.inputs),
                                            *(n for _, n in gradients)]),
             tuple(main.nodes[n_forward:]), early, tuple(outputs), tuple(gradients),
@@ -284,16 +284,6 @@ class _Lowering:
         region.nodes.append(Node("view", (Ref(name),), (), (out,)))
         region.define(out, layout)
         return out
-
-
-def _live(nodes: list[Node], roots: list[str]) -> tuple[Node, ...]:
-    """The nodes that the roots depend on, in order."""
-    wanted, kept = set(roots), []
-    for node in reversed(nodes):
-        if wanted & set(node.outputs):
-            wanted.update(node.inputs)
-            kept.append(node)
-    return tuple(kept[::-1])
 
 
 def lower(

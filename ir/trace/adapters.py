@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every operati
 
 __all__ = [
     "FakeTensorMode", "FxNode", "TorchDispatchMode", "constant_text", "expression", "flatten",
-    "flatten_with_paths", "hint", "is_fake", "make_fx", "node_meta", "preserve_meta", "unflatten",
+    "flatten_with_paths", "hint", "is_fake", "is_size", "make_fx", "node_meta",
+    "preserve_meta", "unflatten",
 ]  # fmt: skip
 
 FxNode: TypeAlias = Any
@@ -71,6 +72,15 @@ def expression(size: Any) -> Any:
 def hint(size: int | torch.SymInt) -> int:
     """The concrete size that the example input had."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def is_size(node: FxNode) -> bool:
+    """Whether a node is whole-number size arithmetic, whose value is an expression already.
+
+    A quotient of sizes (SymFloat) is not: it is computed where it is used.
+    """
+    plain = (int, float, bool, torch.SymInt, torch.SymBool)
+    return isinstance(node.meta.get("val"), plain)
 
 
 def preserve_meta() -> AbstractContextManager[Any]:

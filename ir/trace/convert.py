@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ir.errors import CaptureError
-from ir.graph import Block, Node, Ref, TensorType
+from ir.graph import Block, Node, Ref, TensorType, needed
 from ir.names import Namer
 from ir.trace.adapters import FxNode, expression
 from ir.trace.normal import FILLS, IDENTITY, NEUTRAL, VIEW, WHOLE, aten
@@ -106,9 +106,9 @@ class Converter:
 
     def block(self, name: str) -> Block:
         self._name_gradients()
-        forward = self._needed([*self.outputs])
+        forward = needed(self.nodes, self.outputs)
         backward = [
-            node for node in self._needed([grad for _, grad in self.gradients])
+            node for node in needed(self.nodes, [grad for _, grad in self.gradients])
             if node not in set(forward)
         ]  # fmt: skip
         kept = {n for node in (*forward, *backward) for n in node.outputs}
@@ -130,16 +130,6 @@ class Converter:
         self.gradients = [(of, swap.get(name, name)) for of, name in self.gradients]
         self.types = {swap.get(name, name): kind for name, kind in self.types.items()}
         self.nodes = [renamed(node, swap) for node in self.nodes]
-
-    def _needed(self, roots: list[str]) -> list[Node]:
-        """The nodes that the roots depend on, in order."""
-        wanted = set(roots)
-        kept = []
-        for node in reversed(self.nodes):
-            if wanted & set(node.outputs):
-                wanted.update(node.inputs)
-                kept.append(node)
-        return kept[::-1]
 
     def _visit_all(self, graph: fx.Graph) -> None:
         for node in graph.nodes:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ir.graph import Block
-from ir.trace.adapters import make_fx, node_meta, preserve_meta
+from ir.trace.adapters import is_size, make_fx, node_meta, preserve_meta
 from ir.trace.convert import Converter
 from ir.trace.normal import replay_target
 
@@ -36,16 +36,11 @@ def replay(segment: Segment, values: list[Tensor]) -> list[Tensor]:
         return env[node] if node in env else node.meta["val"]
 
     for node in segment.nodes:
-        if not _is_size(node):
+        if not is_size(node):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), load)
             with node_meta(node):
                 env[node] = replay_target(node.target)(*args, **kwargs)
     return [env[node] for node in segment.outputs]
-
-
-def _is_size(node: fx.Node) -> bool:
-    """Size arithmetic is not replayed: its value is an expression already."""
-    return isinstance(node.meta.get("val"), (torch.SymInt, int, torch.SymBool, bool))
 
 
 def differentiable_outputs(segment: Segment, needs: list[bool]) -> list[bool]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ir.trace.adapters import is_size
 from ir.trace.convert import size_in_batch, tensor_type
 from ir.trace.fold import OPAQUE
 from ir.trace.joint import Segment
@@ -35,10 +36,6 @@ def live_nodes(graph: fx.Graph, roots: Iterable[fx.Node]) -> list[fx.Node]:
         if node in live:
             live.update(node.all_input_nodes)
     return [n for n in graph.nodes if n in live and n.op == "call_function" and not is_size(n)]
-
-
-def is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (torch.SymInt, int, torch.SymBool, bool, float))
 
 
 def split(nodes: list[fx.Node], sizes: dict[Any, Any]) -> list[list[fx.Node] | fx.Node]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ir.graph import Block, Call, Graph, Node
+from ir.graph import Block, Call, Graph, needed
 
 
 def drop_unused(graph: Graph) -> Graph:
@@ -63,9 +63,9 @@ def _keep_arguments(call: Call, keep: list[int]) -> Call:
 
 def live(block: Block) -> Block:
     """The block without nodes that neither its outputs nor its gradients depend on."""
-    forward = _needed(block.forward, set(block.outputs))
+    forward = needed(block.forward, block.outputs)
     roots = {gradient for _, gradient in block.gradients}
-    joint = _needed((*block.forward, *block.backward), roots)
+    joint = needed((*block.forward, *block.backward), roots)
     extra = [node for node in joint if node not in set(forward)]
     nodes = (*forward, *extra)
     names = {name for node in nodes for name in node.outputs}
@@ -74,13 +74,3 @@ def live(block: Block) -> Block:
         block, nodes=nodes, n_forward=len(forward),
         types={name: kind for name, kind in block.types.items() if name in names},
     )  # fmt: skip
-
-
-def _needed(nodes: tuple[Node, ...], roots: set[str]) -> list[Node]:
-    kept = []
-    wanted = set(roots)
-    for node in reversed(nodes):
-        if wanted & set(node.outputs):
-            wanted.update(node.inputs)
-            kept.append(node)
-    return kept[::-1]

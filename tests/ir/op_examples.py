@@ -1,7 +1,8 @@
 """A small example of every row of the op table, with its right result from plain torch.
 
-Cuttable dims have 12 elements, so that 2, 3 and 4 ranks divide them; dims that stay whole have
-other sizes. `cuts` and `partials` state which strategies the row must offer.
+Dims have 12 elements, so that 2, 3 and 4 ranks divide them, those that must stay whole too; some
+others have 5 or 7, which no number of ranks divides. `cuts` and `partials` state which strategies
+the row must offer.
 """
 
 from collections.abc import Callable, Iterable
@@ -102,8 +103,8 @@ example("full", (float("-inf"),), 1, right=lambda v: torch.full((N,), v), name="
 def attention(
     heads: int, kv: int, mask: Tensor | None, causal: bool, cuts: int, name: str
 ) -> None:
-    keys = 5 if causal else 7
-    q, k, v, scale = real(N, heads, 5, 3), real(N, kv, keys, 3), real(N, kv, keys, 3), 0.5
+    keys = N if causal else 2 * N
+    q, k, v, scale = real(N, heads, N, N), real(N, kv, keys, N), real(N, kv, keys, N), 0.5
 
     def right(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: float) -> Any:
         out = functional.scaled_dot_product_attention(
@@ -126,15 +127,15 @@ def attention(
             cuts, 1, right=right_back, name=name)  # fmt: skip
 
 
-some_keys = whole_numbers(2, 1, 1, 5, 7).bool() | (torch.arange(7) == 0)
+some_keys = whole_numbers(2, 1, 1, N, 2 * N).bool() | (torch.arange(2 * N) == 0)
 attention(N, N, None, True, 2, "causal")
 attention(N, N, None, False, 2, "all")
 attention(5 * N, N, None, True, 2, "key heads cut")
 attention(5 * N, 5, None, False, 2, "groups cut")
 attention(N, 1, None, True, 2, "one key head")
 attention(N, N, some_keys, False, 2, "mask")
-attention(N, N, some_keys.expand(N, N, 5, 7), False, 2, "mask per head")
-attention(5 * N, N, some_keys.expand(N, 5 * N, 5, 7), False, 2, "grouped, mask per head")
+attention(N, N, some_keys.expand(N, N, N, 2 * N), False, 2, "mask per head")
+attention(5 * N, N, some_keys.expand(N, 5 * N, N, 2 * N), False, 2, "grouped, mask per head")
 
 
 def normalize(x: Tensor, dims: int, eps: float) -> Any:
@@ -151,7 +152,7 @@ def normalize_backward(grad: Tensor, normalised: Tensor, rstd: Tensor, dims: int
     return torch.autograd.grad(y, x, grad)[0]
 
 
-for shape, last, cuts in (((N, 5, 7), 1, 1), ((N, N, 7), 1, 2), ((N, 5, 7), 2, 1)):
+for shape, last, cuts in (((N, 5, N), 1, 1), ((N, N, N), 1, 2), ((N, N, N), 2, 1)):
     x = real(*shape)
     done = normalize(x, last, 1e-3)
     example("normalize", (x, last, 1e-3), cuts, right=normalize, name=f"last {last} of {shape}")

@@ -141,6 +141,8 @@ class StageText:
             kind = self.spmd.local_type_of(self.spmd.graph.loss)
             word = f"d_{identifier(self.spmd.graph.loss)}"
             fill = f"torch.ones((), dtype=torch.{kind.dtype}, device=ctx.device)"
+            if not self.spmd.is_summed(self.spmd.graph.loss):  # whole on every rank: count it once
+                fill = f"ctx.first({fill})"
             before = f"{word} + " if self.spmd.graph.loss in have else ""
             lines.append(f"    {word} = {before}{fill}")
             have.add(self.spmd.graph.loss)

@@ -167,7 +167,8 @@ class Executor:
         y, live.saved[micro] = self._stage.forward(context, self._weights, x)
         live.results.add(y)
         for transfer in self._here.sends:
-            live.outgoing[micro, transfer.value] = self._checked(transfer, y, "forward", transfer.shape)
+            made = self._checked(transfer, y, "forward", transfer.shape)
+            live.outgoing[micro, transfer.value] = made
 
     def _backward(self, micro: int, live: _Live) -> None:
         dy = SimpleNamespace()

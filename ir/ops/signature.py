@@ -87,13 +87,13 @@ def _aligned(kind: TensorType, out: Dims, result: TensorType) -> Dims:
 def along(
     dim_of: Callable[[Node], Any], *, linear: tuple[frozenset[int], ...] = ()
 ) -> SignatureRule:
-    """The dims that `dim_of` names stay whole; the others pass through unchanged."""
+    """The dims that `dim_of` names, or all if it names none, stay whole; others pass unchanged."""
 
     def rule(node: Node, operands: Any, results: Any) -> Signature:
         rank = max(len(t.shape) for t in (*operands, *results))
         named = dim_of(node)
-        dims = named if isinstance(named, tuple) else (named,)
-        chosen = {d % rank for d in dims} if rank else set()
+        dims = named if isinstance(named, tuple) else () if named is None else (named,)
+        chosen = {d % rank for d in dims or range(rank)} if rank else set()
         ins = [_along_one(t, chosen, rank, f"wi{k}.") for k, t in enumerate(operands)]
         outs = tuple(_along_one(t, chosen, rank, f"wo{k}.") for k, t in enumerate(results))
         every = (x for dims in (*ins, *outs) for x in dims if x and x[0] == "w")

@@ -5,7 +5,8 @@ Everything else in the project uses public interfaces only.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every operati
 __all__ = [
     "FakeTensorMode", "FxNode", "TorchDispatchMode", "constant_text", "expression", "flatten",
     "flatten_with_paths", "hint", "is_fake", "is_size", "make_fx", "node_meta",
-    "preserve_meta", "unflatten",
+    "one_convolution_kernel", "preserve_meta", "unflatten",
 ]  # fmt: skip
 
 FxNode: TypeAlias = Any
@@ -90,3 +91,17 @@ def preserve_meta() -> AbstractContextManager[Any]:
 def node_meta(node: fx.Node) -> AbstractContextManager[Any]:
     """While active, traced nodes inherit the module path and line of `node`."""
     return fx_traceback.set_current_meta(node)
+
+
+@contextmanager
+def one_convolution_kernel() -> Iterator[None]:
+    """While active, torch does not choose between convolution kernels by the number of rows: the
+    choice would make a capture valid for fewer (or more) than 16 rows only."""
+    nnpack, mkldnn = torch._C._get_nnpack_enabled(), torch._C._get_mkldnn_enabled()
+    torch._C._set_nnpack_enabled(False)
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_nnpack_enabled(nnpack)
+        torch._C._set_mkldnn_enabled(mkldnn)

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from ir.errors import CaptureError
 from ir.graph import BATCH, Block, Call, Graph, Input, State
 from ir.names import Namer
-from ir.trace.adapters import FakeTensorMode, FxNode
+from ir.trace.adapters import FakeTensorMode, FxNode, one_convolution_kernel
 from ir.trace.block import body_nodes, capture_record, same_function
 from ir.trace.capture import Capture, capture, explain
 from ir.trace.convert import tensor_type
@@ -51,7 +51,8 @@ def trace(
     first = None
     for candidate in _batch_guesses(leaves):
         try:
-            return _Builder(step, candidate, batch, title).graph()
+            with one_convolution_kernel():
+                return _Builder(step, candidate, batch, title).graph()
         except CaptureError as error:
             first = first or error
     assert first is not None
@@ -192,10 +193,19 @@ class _Builder:
             else:
                 self._folded_piece(item, values, recorder.records)
         for holder, node in top.updates.items():
+            self._refuse_input_write(holder, top)
             place = next(n for n in values if n.name == holder)
             if node in values:
                 self.updates[values[place]] = values[node]
         return [values[node] for node in top.outputs]
+
+    def _refuse_input_write(self, holder: str, top: Capture) -> None:
+        if holder in top.inputs:
+            name = self.leaves[top.inputs[holder]].name
+            raise CaptureError(
+                f"the model writes in place into its argument `{name}`: the caller's batch would "
+                "change with every step. Write to a copy of it."
+            )
 
     def _origin(self, node: fx.Node, source: Capture, prefix: str, path: str = "") -> str:
         if node.name in source.inputs:

@@ -73,6 +73,13 @@ def _refuse_undefined(node: FxNode) -> None:
             )
 
 
+def _writes(node: FxNode) -> bool:
+    """Whether an operation writes into its first operand, as some derivative formulas of torch do
+    with what they just made: in a `Block` the result is a new value, read from then on."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and schema.name.endswith("_")
+
+
 class Converter:
     """One conversion; see the module's docstring."""
 
@@ -170,7 +177,7 @@ class Converter:
             return False
         return tensor_type(value, self.sizes) == self.types[self.names[node.args[0]]]
 
-    def _emit(self, node: fx.Node, value: Any) -> None:
+    def _emit(self, node: FxNode, value: Any) -> None:
         results = [value] if isinstance(value, Tensor) else list(value)
         word = self._word(node)
         outputs = tuple(
@@ -187,6 +194,9 @@ class Converter:
             self.names[node] = outputs[0]
         else:
             self.tuples[node] = outputs
+        if _writes(node):
+            old = self.names[node.args[0]]
+            self.names.update({n: outputs[0] for n, name in self.names.items() if name == old})
 
     def _word(self, node: fx.Node) -> str:
         """A product or sum made by a module is named after the module, else after the operation."""
@@ -218,7 +228,9 @@ class Converter:
         if schema.name.startswith("shardwright::"):
             return schema.name.removeprefix("shardwright::"), args, dict(node.kwargs)
         overload = schema.overload_name or "default"
-        return f"{schema.name.removeprefix('aten::')}.{overload}", args, dict(node.kwargs)
+        name = schema.name.removeprefix("aten::")
+        name = name.removesuffix("_") if _writes(node) else name
+        return f"{name}.{overload}", args, dict(node.kwargs)
 
     def _bounded(self, node: FxNode) -> tuple[Any, ...]:
         """Slice arguments with `to the end` spelled as the dim's size."""

@@ -46,7 +46,22 @@ def _slice_scatter(
     return whole
 
 
+def _shift(target: Any) -> Callable[..., Any]:
+    """A number added to a scalar becomes a tensor: a partial sum may pass through a sum of two
+    tensors, but not through one with a number."""
+
+    def rule(x: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+        scalar = isinstance(x, Tensor) and x.dim() == 0 and x.is_floating_point()
+        if scalar and isinstance(other, (int, float)) and other:
+            other = x.new_full((), other)
+        return target(x, other, *args, **kwargs)
+
+    return rule
+
+
 SIMPLER: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: _shift(aten.add.Tensor),
+    aten.sub.Tensor: _shift(aten.sub.Tensor),
     aten.copy.default: _copy,
     aten.slice.Tensor: _slice,
     aten.slice_scatter.default: _slice_scatter,

@@ -71,6 +71,10 @@ for op in ("amax.default", "amin.default"):
 example("max.dim", (cube, 1), 2)
 example("min.dim", (cube, -1, True), 2)
 example("argmax.default", (cube, 1), 2)
+for op in ("amax.default", "argmax.default"):
+    example(op, (cube,), 0, name="all dims")
+example("linalg_vector_norm.default", (cube, 2, [1], True), 2)
+example("linalg_vector_norm.default", (cube,), 0, name="all dims")
 example("logsumexp.default", (cube, [1], True), 2)
 example("flip.default", (cube, [1]), 2, 1)
 example("tril.default", (cube,), 1, 1)

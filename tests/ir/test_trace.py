@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from ir.errors import CaptureError
 from ir.graph import BATCH, Graph, Node, State
+from ir.ops import op_def
 from ir.trace import trace
 
 ROWS, SIZE, SEQ = 5, 6, 7
@@ -120,6 +121,12 @@ def test_a_table_as_long_as_the_batch_is_not_batched() -> None:
     assert batch_dims(graph) == [0, None]
 
 
+def test_convolutions_do_not_bound_the_batch() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3))
+    graph = trace(model, (torch.randn(ROWS, 1, 9, 9),), loss=lambda y: y.square().mean())
+    assert batch_dims(graph) == [0] and graph.guards == ()
+
+
 def test_other_tensors_with_the_rows_of_the_first_are_batched() -> None:
     def function(model, x, weight, scale):
         return ((x @ model.weight).sum(-1) * weight * scale).mean()
@@ -141,13 +148,20 @@ def test_a_model_that_fixes_its_batch_is_traced_at_that_size() -> None:
     lambda model, x: functional.pad(x @ model.weight, (1, 0)).square().mean(),
     lambda model, x: functional.rms_norm(x @ model.weight, (SIZE,)).square().mean(),
     lambda model, x: (x @ model.weight).std(-1).sum() / (x @ model.weight).var(-1).sum(),
+    lambda model, x: functional.normalize(x @ model.weight, dim=-1).sum(),
 ])  # fmt: skip
 def test_common_operations_keep_the_batch_free_and_known(function) -> None:
     graph = traced(function)
     assert batch_dims(graph) == [0]
-    assert not {"mean.dim", "std.correction", "constant_pad_nd.default"} & {
-        node.op for block in graph.blocks for node in block.nodes
-    }
+    assert all(op_def(node.op).known for block in graph.blocks for node in block.nodes)
+
+
+def test_writes_in_place_become_new_values() -> None:
+    """The derivative of a norm fills zeros into the tensor that it has just computed."""
+    graph = traced(lambda model, x: (x @ model.weight).norm(dim=-1).sum())
+    ops = {node.op for block in graph.blocks for node in block.nodes}
+    assert "masked_fill.Scalar" in ops
+    assert not [op for op in ops if op.partition(".")[0].endswith("_")]
 
 
 # attention masks

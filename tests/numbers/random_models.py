@@ -155,6 +155,18 @@ class Rotate(nn.Module):
         return x + turned[:, self.order] + functional.pad(x[:, 1:], (0, 0, 1, 0))
 
 
+class Unit(nn.Module):
+    """Vectors of length one, some of them zero before."""
+
+    def __init__(self, random: Random):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x):
+        high = torch.relu(x - x.detach().amax(-1, keepdim=True) / 2)
+        return x + functional.normalize(high * self.weight, dim=-1)
+
+
 class Adapter(nn.Module):
     """A frozen linear layer with a trained low-rank addition and a parameter that nothing reads."""
 
@@ -168,7 +180,7 @@ class Adapter(nn.Module):
         return x + self.base(x) + self.high(self.low(x))
 
 
-KINDS = (Feedforward, RMSNorm, Attention, Convolution, GroupNorm, MovingMean, Experts, Rotate,
+KINDS = (Feedforward, RMSNorm, Attention, Convolution, GroupNorm, MovingMean, Experts, Rotate, Unit,
          Adapter, Feedforward, Attention)  # fmt: skip
 
 

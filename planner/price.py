@@ -13,11 +13,10 @@ from ir.graph import Node, TensorType, references
 from ir.layout import DATA
 from ir.lower import Lowered
 from ir.ops import op_def
-from ir.ops.table import flops
 from ir.spmd import Spmd
 from planner.cost import CostModel
-from planner.sharding import compute_dtype
 from planner.storage import Storage
+from planner.work import work_of
 
 COLLECTIVES = frozenset(
     ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shard", "first")
@@ -63,10 +62,8 @@ def node_seconds(
     kind = op_def(node.op).kind
     if kind == "view" and storage is not None and not storage.is_alias(node):
         kind = "memory"
-    shapes = {name: tuple(int(s) for s in types[name].shape) for name in (*names, *results)}
-    shapes.setdefault(node.outputs[0], ())
-    moved = sum(types[name].bytes(1) for name in (*names, *results))
-    compute_s = cost.compute_s(kind, flops(node, shapes), moved, compute_dtype(types, names))
+    work = work_of(node, [types[n] for n in names], [types[n] for n in results], kind)
+    compute_s = cost.compute_s(work)
     return Seconds(compute_s, _inner_communication_s(lowered, node, results, types, cost))
 
 

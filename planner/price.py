@@ -6,7 +6,7 @@ of any list of its nodes; of a stage's state its bytes and the seconds to sync a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ir.graph import Node, TensorType, references
@@ -15,6 +15,7 @@ from ir.lower import Lowered
 from ir.ops import op_def
 from ir.spmd import Spmd
 from planner.cost import CostModel
+from planner.fusion import groups
 from planner.storage import Storage
 from planner.work import work_of
 
@@ -29,10 +30,11 @@ CROSS_ENTROPY_REDUCTIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Time of a list of nodes."""
+    """Time of a list of nodes on the device, and how many kernels the host launches for them."""
 
     compute_s: float = 0.0
     communication_s: float = 0.0
+    launches: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -40,11 +42,19 @@ class Seconds:
 
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(
-            self.compute_s + other.compute_s, self.communication_s + other.communication_s
-        )
+            self.compute_s + other.compute_s, self.communication_s + other.communication_s,
+            self.launches + other.launches,
+        )  # fmt: skip
 
     def times(self, factor: float) -> Seconds:
-        return Seconds(self.compute_s * factor, self.communication_s * factor)
+        return Seconds(
+            self.compute_s * factor, self.communication_s * factor, self.launches * factor
+        )
+
+    def at_least(self, host_s: float) -> Seconds:
+        """The same while the device waits for a host that needs `host_s`."""
+        waiting_s = max(0.0, host_s - self.total_s)
+        return Seconds(self.compute_s + waiting_s, self.communication_s, self.launches)
 
 
 def node_seconds(
@@ -58,13 +68,16 @@ def node_seconds(
     if node.op in COLLECTIVES:
         pair = (types[names[0]].bytes(1), types[results[0]].bytes(1))
         size_bytes = pair[0] if node.op == "all_to_all" else max(pair)
-        return Seconds(0.0, cost.collective_s(node.op, size_bytes, node.args[1]))
+        seconds = cost.collective_s(node.op, size_bytes, node.args[1])
+        return Seconds(0.0, seconds, float(seconds > 0))
     kind = op_def(node.op).kind
     if kind == "view" and storage is not None and not storage.is_alias(node):
         kind = "memory"
     work = work_of(node, [types[n] for n in names], [types[n] for n in results], kind)
     compute_s = cost.compute_s(work)
-    return Seconds(compute_s, _inner_communication_s(lowered, node, results, types, cost))
+    launches = 0.0 if kind == "view" else float(work.kernels)
+    communication_s = _inner_communication_s(lowered, node, results, types, cost)
+    return Seconds(compute_s, communication_s, launches)
 
 
 def _inner_communication_s(
@@ -82,20 +95,30 @@ def _inner_communication_s(
 class NodeTimes:
     """The seconds of every node of a lowered block, by its first output.
 
-    The prologue's are in `early`: its nodes may define values of the same names.
+    The prologue's are in `early`: its nodes may define values of the same names. Where memory-bound
+    ops are fused, `of` has what each takes alone and `total` what the groups of a list take.
     """
 
     of: dict[str, Seconds]
     early: dict[str, Seconds]
+    storage: Storage
+    cost: CostModel
 
     @property
     def prologue(self) -> Seconds:
         return sum(self.early.values(), Seconds())
 
-    def total(self, nodes: Iterable[Node]) -> Seconds:
+    def total(self, nodes: Sequence[Node], wanted: Collection[str] = ()) -> Seconds:
+        """Of a list of nodes whose values `wanted` are read outside it."""
         found = Seconds()
+        fused: set[str] = set()
+        if self.cost.traits.fused_elementwise:
+            for group in groups(nodes, self.storage, wanted, COLLECTIVES):
+                found += Seconds(self.cost.group_s(group.moved_bytes), 0.0, 1.0)
+                fused |= set(group.nodes)
         for node in nodes:
-            found += self.of[node.outputs[0]]
+            alone = self.of[node.outputs[0]]
+            found += Seconds(0.0, alone.communication_s) if node.outputs[0] in fused else alone
         return found
 
 
@@ -106,7 +129,8 @@ def node_times(lowered: Lowered, storage: Storage, cost: CostModel) -> NodeTimes
         for n in lowered.prologue
     }
     nodes = (*lowered.forward, *lowered.backward)
-    return NodeTimes({n.outputs[0]: node_seconds(lowered, n, cost, storage) for n in nodes}, early)
+    found = {n.outputs[0]: node_seconds(lowered, n, cost, storage) for n in nodes}
+    return NodeTimes(found, early, storage, cost)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from ir.errors import UsageError
 from planner.attention_time import KERNELS, flash_kernel
 
 ATTENTIONS = ("auto", *KERNELS)
-PRECISIONS = ("", "float8_e4m3fn", "mxfp8", "nvfp4")
+PRECISIONS = ("", "tf32", "float8_e4m3fn", "mxfp8", "nvfp4")
 
 
 @dataclass(frozen=True, slots=True)

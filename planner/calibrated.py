@@ -1,0 +1,151 @@
+"""The cost model for GPUs: kernels by shape, collectives by how their groups lie.
+
+Input: a cluster, a mesh, `Traits`. Output: a `CostModel` of `kernels`, `attention_time` and
+`collectives`, and `cost_model`, which takes `Roofline` where only rates are known (CPUs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from ir.cluster import Cluster, Mesh
+from ir.errors import UsageError
+from planner.attention_time import attention_s
+from planner.collectives import collective_s, send_s
+from planner.cost import KINDS, CostModel, Roofline
+from planner.kernels import launch_bound_s, matmul_s, memory_s
+from planner.links import Groups, axis_groups, lay_out
+from planner.traits import Traits
+from planner.work import Work
+
+OURS = Traits(eager=True)
+"""Emitted programs: torch's kernels one by one, exchanges after backward."""
+
+QUANTISED_BYTES = 4.0
+"""Per element of an operand in 8 or 4 bits: read 16 bits, write it and its transpose, as
+Transformer Engine's cast-transpose does; every operand serves two of a layer's three products."""
+QUANTISED_USES = 2.0
+FOREACH_PASSES = 20 / 7
+"""Tensors that torch's foreach AdamW reads and writes (weight decay 2, moments 3 + 5, root and
+epsilon 6, update 4), over the seven of its fused kernel (read g, p, m, v; write p, m, v)."""
+ACCUMULATED_PASSES = 3.0
+"""Read the sum and the new gradient, write the sum."""
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Seconds by shape; `Traits` say which kernels, what is fused, and who waits for the host."""
+
+    cluster: Cluster
+    mesh: Mesh
+    traits: Traits = OURS
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Memory of a device less its reserve."""
+        return self.cluster.device.usable_bytes
+
+    def compute_s(self, work: Work) -> float:
+        """Seconds of one kernel that was queued in time; see `host_s`."""
+        device = self.cluster.device
+        match work.kind:
+            case "view" | "collective":
+                return 0.0
+            case "matmul" if work.product is not None:
+                return self._product_s(work)
+            case "attention" if work.attention is not None:
+                shape = work.attention
+                return attention_s(
+                    device, batch=shape.batch, heads=shape.heads, kv_heads=shape.kv_heads,
+                    queries=shape.queries, keys=shape.keys, head_dim=shape.head_dim,
+                    dtype=work.dtype, causal=shape.causal, backward=work.backward,
+                    kernel=self._attention,
+                )  # fmt: skip
+            case "matmul" | "conv" | "attention":
+                rate = device.peak_flops_per_s(work.dtype) * device.matmul_fraction
+                moving_s = memory_s(device, work.moved_bytes, kernels=0)
+                return max(work.flops / rate, moving_s) + device.kernel_fixed_s
+            case "memory":
+                moved = work.touched_bytes or work.moved_bytes
+                return memory_s(device, moved, work.kernels)
+        raise ValueError(f"unknown kind of work {work.kind!r}; known: {', '.join(KINDS)}")
+
+    @cached_property
+    def _attention(self) -> str:
+        return self.traits.on(self.cluster.device).attention
+
+    def _product_s(self, work: Work) -> float:
+        """In the traits' precision where its 16-element alignment allows, with quantising."""
+        assert work.product is not None
+        batch, m, n, k = work.product
+        dtype, device = work.dtype, self.cluster.device
+        low = self.traits.matmul_precision
+        if low == "tf32" and dtype == "float32":
+            return matmul_s(device, m, n, k, "tf32", batch)
+        if low in ("", "tf32") or batch > 1 or m % 16 or n % 16 or k % 16:
+            return matmul_s(device, m, n, k, dtype, batch)
+        quantised = QUANTISED_BYTES * (m * k + k * n) / QUANTISED_USES
+        return matmul_s(device, m, n, k, low) + memory_s(device, quantised)
+
+    def group_s(self, moved_bytes: float) -> float:
+        """One kernel at memory's pace."""
+        return memory_s(self.cluster.device, moved_bytes)
+
+    def host_s(self, launches: float) -> float:
+        """The host's time of a run of kernels; 0 unless it launches them one by one (`eager`)."""
+        return launch_bound_s(launches, self.cluster.device) if self.traits.eager else 0.0
+
+    def accumulate_s(self, gradient_bytes: float) -> float:
+        """One pass over the sum and the new gradient."""
+        return memory_s(self.cluster.device, ACCUMULATED_PASSES * gradient_bytes, kernels=0)
+
+    def collective_s(self, op: str, size_bytes: float, axis: str) -> float:
+        """One collective; `axis` may also be "zero" (the ranks that share state) or "replica"."""
+        if axis == "replica" and self.mesh.data == self.zero_members:
+            return 0.0
+        return collective_s(self._groups(axis), op, size_bytes)
+
+    @property
+    def zero_members(self) -> int:
+        """Data ranks that share one copy of what ZeRO divides."""
+        members = min(self.traits.zero_group or self.mesh.data, self.mesh.data)
+        if self.mesh.data % members:
+            raise UsageError(
+                f"zero_group={members} does not divide data={self.mesh.data}: choose a divisor."
+            )
+        return members
+
+    def _groups(self, axis: str) -> Groups:
+        if axis not in ("zero", "replica"):
+            return axis_groups(self.cluster, self.mesh, axis)
+        return _part_groups(self.cluster, self.mesh, self.zero_members, axis == "replica")
+
+    def send_s(self, size_bytes: float, stage: int | None = None) -> float:
+        """All ranks of a stage to the next one's, at once."""
+        return send_s(self.cluster, self.mesh, size_bytes, stage)
+
+    def optimizer_s(self, parameter_bytes: float, state_bytes: float) -> float:
+        """Read the gradient, read and write the parameter and the state; more when not fused."""
+        passes = 1.0 if self.traits.fused_optimizer else FOREACH_PASSES
+        moved = 3 * parameter_bytes + 2 * state_bytes
+        return memory_s(self.cluster.device, passes * moved, kernels=0)
+
+
+@lru_cache(maxsize=1024)
+def _part_groups(cluster: Cluster, mesh: Mesh, members: int, across: bool) -> Groups:
+    """Runs of `members` of each group of the data axis, or the groups across these runs."""
+    parts: list[range] = []
+    for ranks in mesh.groups("data"):
+        if across:
+            parts += [ranks[i::members] for i in range(members)]
+        else:
+            parts += [ranks[i : i + members] for i in range(0, len(ranks), members)]
+    return lay_out(cluster, parts)
+
+
+def cost_model(cluster: Cluster, mesh: Mesh, traits: Traits = OURS) -> CostModel:
+    """`Calibrated` for devices whose units are known, else `Roofline`."""
+    if cluster.device.sm_count == 0:
+        return Roofline(cluster, mesh)
+    return Calibrated(cluster, mesh, traits)

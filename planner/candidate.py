@@ -23,7 +23,15 @@ from planner.pins import Candidate
 from planner.price import Seconds, StateCost, state_cost
 from planner.recompute import MenuPoint
 from planner.schedule import bubble_s, in_flight, pipeline_step_s
-from planner.stage_problem import Choice, Point, Run, StagePlan, StageProblem
+from planner.stage_problem import (
+    Assignment,
+    Choice,
+    Point,
+    Run,
+    StagePlan,
+    StageProblem,
+    price,
+)
 from planner.stages import plan_stages
 
 ATTEMPTS = 3
@@ -59,6 +67,13 @@ class Workload:
 def evaluate(work: Workload, candidate: Candidate, found: Pieces, cost: CostModel) -> Evaluated:
     """The best stages of a candidate; `Refused` if it does not fit."""
     return _Evaluation(work, candidate, found, cost).run()
+
+
+def evaluate_stages(
+    work: Workload, candidate: Candidate, found: Pieces, cost: CostModel, assignment: Assignment
+) -> Evaluated:  # fmt: skip
+    """A candidate with given stages, whether or not they fit."""
+    return _Evaluation(work, candidate, found, cost).given(assignment)
 
 
 class _Evaluation:
@@ -102,6 +117,14 @@ class _Evaluation:
             if room <= 0 or attempt == ATTEMPTS - 1:
                 break
         raise Refused(self._excess(prediction))
+
+    def given(self, assignment: Assignment) -> Evaluated:
+        """The stages as they are given; runs and points count as in `runs` and the menus."""
+        plan = price(self._problem(self.cost.capacity_bytes), assignment)
+        program, stages = self._placed(plan)
+        prediction = self._prediction(program, plan)
+        used = replace(program, keeps=_used_keeps(program))
+        return Evaluated(self.candidate, self.found, used, stages, prediction)
 
     def _excess(self, prediction: Prediction) -> str:
         """The fullest stage and its largest part."""

@@ -9,7 +9,7 @@ al. 2019), MPT (MosaicML 2023: no biases, positions inside attention), Llama (To
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -201,6 +201,34 @@ def build_row_model(config: RowShape | Mapping[str, Any]) -> tuple[nn.Module, tu
         model = Decoder(shape).to(getattr(torch, shape.dtype))
         ids = torch.empty((1, shape.seq_len), dtype=torch.int64)
     return model, (), {"ids": ids, "labels": ids.clone()}
+
+
+PROBE = {
+    "layers": 2, "hidden": 1301, "heads": 143, "head_dim": 74, "ffn_hidden": 3001, "vocab": 7919,
+    "seq_len": 523,
+}  # fmt: skip
+"""Sizes that no other number in a model equals: traced at these, a graph can be resized."""
+_FEWER_KV_HEADS = 11
+
+
+def probe_of(shape: RowShape) -> RowShape:
+    """The shape of the same structure at probe sizes: equal for rows that differ in sizes only."""
+    kv_heads = PROBE["heads"] if shape.kv_heads == shape.heads else _FEWER_KV_HEADS
+    return replace(shape, kv_heads=kv_heads, **PROBE)
+
+
+def size_changes(probe: RowShape, shape: RowShape) -> dict[int | float, int | float]:
+    """What every number in the trace of `probe` is in that of `shape`."""
+    return dict(zip(_numbers(probe), _numbers(shape), strict=True))
+
+
+def _numbers(shape: RowShape) -> tuple[int | float, ...]:
+    queries = shape.heads * shape.head_dim
+    return (
+        shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim // 2,
+        shape.ffn_hidden, shape.vocab, shape.seq_len, queries, 3 * queries,
+        shape.kv_heads * shape.head_dim, shape.head_dim**-0.5,
+    )  # fmt: skip
 
 
 def row_shape(row: Mapping[str, Any]) -> RowShape:

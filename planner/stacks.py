@@ -1,0 +1,96 @@
+"""What software stacks do, as named mechanisms: the traits that a row's `framework` stands for.
+
+Input: a row's columns. Output: `Traits`. A stack differs from another only in what it does, never
+by a factor; a row that states a mechanism (overlap, compile, graphs, kernels) overrides the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ir.device import Device
+from ir.errors import UsageError
+from planner.attention_time import flash_kernel
+from planner.traits import Traits
+
+LOW_PRECISIONS = {"fp8": "float8_e4m3fn", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+PRECISIONS = ("bf16", "fp16", *LOW_PRECISIONS)
+_GRADIENTS = {"": "", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+FIRST_FLASH_2 = 2024
+"""Releases of that year and later use the second generation of fused attention or a newer one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Mechanisms of one stack.
+
+    `overlaps`: gradients are reduced under backward. `fuses`: chains of elementwise ops are one
+    kernel each (hand-written, JIT or a compiler). `graph`: the step is launched as a whole, by a
+    compiler or CUDA graphs. `fp32_gradients`: gradients are accumulated and reduced in float32.
+    `attention`: the fused kernel; "" the device's usual one; "flash1" before 2024.
+    """
+
+    overlaps: bool = True
+    fuses: bool = True
+    graph: bool = False
+    fp32_gradients: bool = True
+    attention: str = ""
+
+
+_MEGATRON = Stack()
+_FSDP = Stack(fuses=False, attention="flash2")
+STACKS = {
+    "megatron-deepspeed": Stack(overlaps=False),
+    "megatron-lm 2021": Stack(overlaps=False, fp32_gradients=False),
+    "megatron-core": _MEGATRON,
+    "megatron-core CI": _MEGATRON,
+    "megatron-bridge": replace(_MEGATRON, graph=True),
+    "nemo-megatron": _MEGATRON,
+    "nemo-megatron (MLPerf)": replace(_MEGATRON, fp32_gradients=False),
+    "llm-foundry (FSDP1)": replace(_FSDP, attention="flash1", fp32_gradients=False),
+    "fms-fsdp (FSDP1)": replace(_FSDP, fuses=True, fp32_gradients=False),
+    "torchtitan (FSDP2)": _FSDP,
+    "kempnerforge (FSDP2)": _FSDP,
+    "internevo": Stack(fp32_gradients=False, attention="flash2"),
+    "oneflow": Stack(graph=True, fp32_gradients=False),
+    "jax-pax": Stack(graph=True),
+    "jax-pax +TE": Stack(graph=True),
+}
+"""From the stacks' own documentation and code at the release of the rows."""
+
+
+def traits_of(row: Mapping[str, str], device: Device) -> Traits:
+    """The traits of a row's stack and configuration; unknown stacks do as ours does."""
+    stack = STACKS.get(row.get("framework", ""), Stack(fuses=False))
+    precision = row.get("precision") or "bf16"
+    if precision not in PRECISIONS:
+        raise UsageError(f"precision={precision!r}: it is one of {', '.join(PRECISIONS)}")
+    gradients = row.get("grads_dtype") or ("fp32" if stack.fp32_gradients else "")
+    if gradients not in _GRADIENTS:
+        raise UsageError(f"grads_dtype={gradients!r}: it is one of fp32, bf16, fp16")
+    return Traits(
+        attention=_attention(row, device, stack),
+        fused_elementwise=_states(row, "compile", stack.fuses),
+        matmul_precision=LOW_PRECISIONS.get(precision, ""),
+        overlap_gradients=_states(row, "overlap_grad", stack.overlaps),
+        overlap_tensor=_states(row, "tp_overlap", False),
+        gradient_dtype=_GRADIENTS[gradients],
+        master_weights=True,
+        eager=not (_states(row, "cuda_graph", stack.graph) or _states(row, "compile", False)),
+    )
+
+
+def _attention(row: Mapping[str, str], device: Device, stack: Stack) -> str:
+    """Unfused where the row says so; a fused kernel no newer than the stack."""
+    if row.get("attention_flash") == "0":
+        return "fused_softmax" if stack.fuses else "unfused"
+    usual = flash_kernel(device)
+    return stack.attention if stack.attention and usual.startswith("flash") else usual
+
+
+def _states(row: Mapping[str, str], column: str, default: bool) -> bool:
+    text = row.get(column) or ""
+    if text not in ("", "0", "1"):
+        raise UsageError(f"{column}={text!r}: it is 0, 1 or empty")
+    return text == "1" if text else default

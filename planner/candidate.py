@@ -18,11 +18,12 @@ from ir.plan import Placed, Prediction, StageCost
 from ir.spmd import Spmd, StageCall
 from ir.variants import Variant
 from planner.cost import CostModel
+from planner.exchange import CONTENTION, Exchange, Load, exchange, zero_members
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import Seconds, StateCost, state_cost
 from planner.recompute import MenuPoint
-from planner.schedule import bubble_s, in_flight, pipeline_step_s
+from planner.schedule import bubble_s, held_batches, pipeline_step_s
 from planner.stage_problem import (
     Assignment,
     Choice,
@@ -182,10 +183,11 @@ class _Evaluation:
             if owners[name] == r:
                 state += self.state[name]
         n = len(calls)
-        prologue = self.found.times[variant].prologue.times(1 / self.candidate.micro_batches)
+        added_s = self._accumulate_s(state) / n
         points = tuple(
             Point(
-                (point.forward + prologue).total_s, point.backward.total_s,
+                self._forward(variant, point).total_s,
+                self._backward(point).total_s + added_s,
                 point.saved_bytes + self._input_bytes(variant, calls, point),
                 state.held_bytes / n, point.transient_bytes + self._early_bytes(variant),
                 point.label,
@@ -194,6 +196,29 @@ class _Evaluation:
         )  # fmt: skip
         name = self.work.graph.calls[calls[0]].path or self.work.kinds[variant].block.name
         return Run(name, n, points, state.sync_s / n, state.update_s / n)
+
+    def _forward(self, variant: int, point: MenuPoint) -> Seconds:
+        """One micro-batch through one block, with its share of the prologue; the slower of the
+        device and the host that launches its kernels."""
+        prologue = self.found.times[variant].prologue.times(1 / self.candidate.micro_batches)
+        seconds = point.forward + prologue
+        return seconds.at_least(self.cost.host_s(seconds.launches))
+
+    def _backward(self, point: MenuPoint) -> Seconds:
+        return point.backward.at_least(self.cost.host_s(point.backward.launches))
+
+    def _accumulate_s(self, state: StateCost) -> float:
+        """Per micro-batch: its gradients are added up, where there are several."""
+        return self.cost.accumulate_s(state.summed_bytes) if self._accumulates else 0.0
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.candidate.micro_batches > 1
+
+    @property
+    def _virtual(self) -> int:
+        """Pieces of the model per pipeline rank."""
+        return self.cost.traits.virtual_stages if self.candidate.mesh.pipeline > 1 else 1
 
     def _early_bytes(self, variant: int) -> int:
         lowered = self.found.lowered[variant]
@@ -246,43 +271,62 @@ class _Evaluation:
         return replace(self.program, stages=tuple(stages)), tuple(placed)
 
     def _prediction(self, program: Spmd, plan: StagePlan) -> Prediction:
-        candidate = self.candidate
-        forward, backward = self._stage_seconds(program)
-        pairs = list(zip(forward, backward, strict=True))
+        candidate, virtual = self.candidate, self._virtual
+        pairs = self._stage_seconds(program)
+        moves = [self._exchange(program, s, f, b) for s, (f, b) in enumerate(pairs)]
+        pairs = [
+            (f + Seconds(0.0, move.forward_s), b + Seconds(0.0, move.backward_s))
+            for (f, b), move in zip(pairs, moves, strict=True)
+        ]
         times = [(f.total_s, b.total_s) for f, b in pairs]
-        tails = [self._tail(program, stage) for stage in range(len(program.stages))]
-        tail = max(tails, key=lambda pair: pair[0] + pair[1])
-        pipeline_s = pipeline_step_s(times, candidate.micro_batches, candidate.schedule)
+        sync_s, update_s = self._tail(program, moves, [b for _, b in times])
+        count, schedule = candidate.micro_batches, candidate.schedule
         busy = max(pairs, key=lambda pair: pair[0].total_s + pair[1].total_s)
-        total = (busy[0] + busy[1]).times(candidate.micro_batches)
-        step_s = pipeline_s + sum(tail)
+        total = (busy[0] + busy[1]).times(count)
+        step_s = pipeline_step_s(times, count, schedule, virtual) + sync_s + update_s
         return Prediction(
-            step_s, total.compute_s, total.communication_s + tail[0],
-            bubble_s(times, candidate.micro_batches, candidate.schedule), tail[1],
+            step_s, total.compute_s, total.communication_s + sync_s,
+            bubble_s(times, count, schedule, virtual), update_s,
             min(plan.bound_s, step_s), int(self.cost.capacity_bytes),
-            tuple(
-                self._stage_cost(program, s, f.total_s, b.total_s)
-                for s, (f, b) in enumerate(pairs)
-            ),
+            tuple(self._stage_cost(program, s, f, b) for s, (f, b) in enumerate(times)),
         )  # fmt: skip
 
-    def _stage_seconds(self, program: Spmd) -> tuple[list[Seconds], list[Seconds]]:
+    def _stage_seconds(self, program: Spmd) -> list[tuple[Seconds, Seconds]]:
         """Forward and backward of a micro-batch, with the actual sends on both their sides."""
         forward = [Seconds() for _ in program.stages]
         backward = list(forward)
-        share = 1 / self.candidate.micro_batches
         for s, calls in enumerate(program.stages):
             for placed in calls:
                 point = self._point(placed)
-                prologue = self.found.times[placed.variant].prologue.times(share)
-                forward[s] += point.forward + prologue
-                backward[s] += point.backward
+                forward[s] += self._forward(placed.variant, point)
+                backward[s] += self._backward(point)
+            backward[s] += Seconds(self._accumulate_s(self._state_of_stage(program, s)))
         for message in program.messages:
-            send = Seconds(0.0, self.cost.send_s(message.type.bytes(1), message.source))
+            send_s = self.cost.send_s(message.type.bytes(1), message.source)
             for s in (message.source, message.target):
-                forward[s] += send
-                backward[s] += send if message.gradient else Seconds()
-        return forward, backward
+                forward[s] += Seconds(0.0, self._exposed_send_s(send_s, forward[s]))
+                if message.gradient:
+                    backward[s] += Seconds(0.0, self._exposed_send_s(send_s, backward[s]))
+        return list(zip(forward, backward, strict=True))
+
+    def _exposed_send_s(self, send_s: float, under: Seconds) -> float:
+        """Plain schedules wait for a send; interleaved ones send each of their v pieces while the
+        next one computes (Megatron's overlap of point-to-point communication)."""
+        if self._virtual == 1:
+            return send_s
+        hidden_s = min(send_s, under.compute_s / self._virtual)
+        return self._virtual * (send_s - hidden_s + CONTENTION * hidden_s)
+
+    def _exchange(
+        self, program: Spmd, stage: int, forward: Seconds, backward: Seconds
+    ) -> Exchange:
+        """What the data axis adds on a stage."""
+        state = self._state_of_stage(program, stage)
+        load = Load(
+            state.exchanged_bytes, state.gathered_bytes, len(program.stages[stage]),
+            forward.total_s, backward.total_s,
+        )  # fmt: skip
+        return exchange(load, self.cost)
 
     def _point(self, placed: StageCall) -> MenuPoint:
         return next(p for p in self.found.menus[placed.variant] if p.label == placed.keep)
@@ -292,23 +336,43 @@ class _Evaluation:
         unused = [name for name in self.state if not self.uses.get(name)] if stage == 0 else []
         return [*names, *unused]
 
-    def _tail(self, program: Spmd, stage: int) -> tuple[float, float]:
-        """Seconds once per step: gradients exchanged, parameters updated."""
-        sync_s = update_s = 0.0
+    def _state_of_stage(self, program: Spmd, stage: int) -> StateCost:
+        total = StateCost()
+        for name in self._stage_state(program, stage):
+            total += self.state[name]
+        return total
+
+    def _tail(
+        self, program: Spmd, moves: Sequence[Exchange], backward_s: Sequence[float]
+    ) -> tuple[float, float]:
+        """Exposed seconds once per step: gradients exchanged, parameters updated.
+
+        The slowest stage's; where exchanges overlap, a later stage starts its own while the last
+        backward still runs on the earlier ones.
+        """
+        tails = []
+        for s, move in enumerate(moves):
+            state, lead_s = self._state_of_stage(program, s), 0.0
+            if self.cost.traits.overlap_gradients:
+                lead_s = sum(backward_s[:s]) / self._virtual
+            sync_s = state.sync_s + move.step_s + self._tied_s(program, s)
+            tails.append((max(0.0, sync_s - lead_s), state.update_s))
+        return max(tails, key=sum)
+
+    def _tied_s(self, program: Spmd, stage: int) -> float:
+        """Gradients of parameters that several stages hold are summed over these."""
+        seconds = 0.0
         for name in self._stage_state(program, stage):
             item = self.state[name]
-            sync_s, update_s = sync_s + item.sync_s, update_s + item.update_s
             if item.gradient_bytes and len(program.stages_of_state(name)) > 1:
-                sync_s += 2 * self.cost.send_s(item.gradient_bytes)
-        return sync_s, update_s
+                seconds += 2 * self.cost.send_s(item.gradient_bytes)
+        return seconds
 
     def _stage_cost(
         self, program: Spmd, stage: int, forward_s: float, backward_s: float
     ) -> StageCost:
         """Bytes: state once, what is kept per micro-batch in flight, the largest working set."""
-        candidate, state = self.candidate, StateCost()
-        for name in self._stage_state(program, stage):
-            state += self.state[name]
+        candidate, state = self.candidate, self._state_of_stage(program, stage)
         held: dict[object, int] = {}
         transient = 0
         for placed in program.stages[stage]:
@@ -322,13 +386,27 @@ class _Evaluation:
             )
             for name in (*point.saved, *point.inputs):
                 held[values.get(name, (placed.index, name))] = storage.size_bytes[name]
-        flights = in_flight(
-            stage, len(program.stages), candidate.micro_batches, candidate.schedule
+        transient += self._gathered_bytes(program, stage)
+        flights = held_batches(
+            stage, len(program.stages), candidate.micro_batches, candidate.schedule, self._virtual
         )  # fmt: skip
         return StageCost(
             forward_s, backward_s, state.parameter_bytes, state.gradient_bytes,
-            state.optimizer_bytes, flights * sum(held.values()), transient,
+            state.optimizer_bytes, int(flights * sum(held.values())), transient,
         )  # fmt: skip
+
+    def _gathered_bytes(self, program: Spmd, stage: int) -> int:
+        """ZeRO-3: the whole parameters of the running block, of the next one being gathered, and
+        the gradients of one on their way."""
+        if self.cost.traits.zero_stage < 3 or zero_members(self.cost) == 1:
+            return 0
+        largest = [0, 0]
+        gradients = 0
+        for placed in program.stages[stage]:
+            items = [self.state[name] for name in self._names([placed.index])]
+            largest = sorted([*largest, sum(item.gathered_bytes for item in items)])[-2:]
+            gradients = max(gradients, sum(item.summed_bytes for item in items))
+        return sum(largest) + gradients
 
 
 def _ordered(choices: Sequence[Choice]) -> list[Choice]:

@@ -15,6 +15,7 @@ from ir.lower import Lowered
 from ir.ops import op_def
 from ir.spmd import Spmd
 from planner.cost import CostModel
+from planner.exchange import is_bucketed, zero_members
 from planner.fusion import groups
 from planner.storage import Storage
 from planner.work import work_of
@@ -135,13 +136,21 @@ def node_times(lowered: Lowered, storage: Storage, cost: CostModel) -> NodeTimes
 
 @dataclass(frozen=True, slots=True)
 class StateCost:
-    """Bytes per device of state tensors; seconds per step to sync gradients and to update."""
+    """Bytes per device of state tensors; seconds per step to sync gradients and to update.
+
+    `exchanged_bytes` and `gathered_bytes`: gradients and parameters that the data axis moves in
+    buckets (`planner.exchange`); what it moves tensor by tensor is in `sync_s`. `summed_bytes`:
+    gradients that every micro-batch adds up.
+    """
 
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     sync_s: float = 0.0
     update_s: float = 0.0
+    exchanged_bytes: int = 0
+    gathered_bytes: int = 0
+    summed_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -153,21 +162,45 @@ class StateCost:
             self.gradient_bytes + other.gradient_bytes,
             self.optimizer_bytes + other.optimizer_bytes,
             self.sync_s + other.sync_s, self.update_s + other.update_s,
+            self.exchanged_bytes + other.exchanged_bytes,
+            self.gathered_bytes + other.gathered_bytes,
+            self.summed_bytes + other.summed_bytes,
         )  # fmt: skip
 
 
+MASTER_BYTES = 4
+"""Of a parameter's fp32 copy, and of each tensor of optimizer state beside it."""
+
+
 def state_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateCost:
-    """What holding, syncing and updating one state tensor takes on a stage that has it."""
-    held_bytes = spmd.state_type(name).bytes(1)
+    """What holding, syncing and updating one state tensor takes on a stage that has it.
+
+    ZeRO divides optimizer state (stage 1), gradients (2) and parameters (3) over its group. With
+    master weights stage 3 holds only these, and gathers copies in the parameter's dtype.
+    """
+    local = spmd.state_type(name)
+    held_bytes, traits = local.bytes(1), cost.traits
     if not spmd.state_of[name].trainable:
         return StateCost(held_bytes)
+    bucketed, members = is_bucketed(cost), zero_members(cost)
     whole_bytes = spmd.state_of[name].type.bytes(1)
-    sync_s = 0.0
+    gradient = spmd.gradient_type(name)
+    wide = TensorType(gradient.shape, traits.gradient_dtype or gradient.dtype)
+    sync_s, exchanged = 0.0, 0
     for op, axis, _, _ in spmd.gradient_sync(name):
         size_bytes = held_bytes if axis == DATA or op == "all_to_all" else whole_bytes
-        sync_s += cost.collective_s(op, size_bytes, axis)
+        if axis == DATA and bucketed:
+            exchanged = TensorType(local.shape, wide.dtype).bytes(1)
+        else:
+            sync_s += cost.collective_s(op, size_bytes, axis)
     state_bytes = OPTIMIZER_TENSORS[optimizer] * held_bytes
+    if traits.master_weights:
+        state_bytes = (1 + OPTIMIZER_TENSORS[optimizer]) * MASTER_BYTES * local.elements(1)
+    parts = (members if traits.zero_stage >= stage else 1 for stage in (1, 2, 3))
+    of_state, of_gradients, of_parameters = parts
+    stored_bytes = 0 if of_parameters > 1 and traits.master_weights else held_bytes
     return StateCost(
-        held_bytes, spmd.gradient_type(name).bytes(1), state_bytes, sync_s,
-        cost.optimizer_s(held_bytes, state_bytes),
+        stored_bytes // of_parameters, wide.bytes(1) // of_gradients, state_bytes // of_state,
+        sync_s, cost.optimizer_s(held_bytes / of_state, state_bytes / of_state),
+        exchanged, held_bytes, wide.bytes(1),
     )  # fmt: skip

@@ -11,7 +11,8 @@ from functools import cached_property, lru_cache
 
 from ir.cluster import Cluster, Mesh
 from ir.errors import UsageError
-from planner.attention_time import attention_s
+from ir.graph import DTYPE_BYTES
+from planner.attention_time import UNFUSED, attention_s
 from planner.collectives import collective_s, send_s
 from planner.cost import KINDS, CostModel, Roofline
 from planner.kernels import launch_bound_s, matmul_s, memory_s
@@ -29,8 +30,13 @@ QUANTISED_USES = 2.0
 FOREACH_PASSES = 20 / 7
 """Tensors that torch's foreach AdamW reads and writes (weight decay 2, moments 3 + 5, root and
 epsilon 6, update 4), over the seven of its fused kernel (read g, p, m, v; write p, m, v)."""
-ACCUMULATED_PASSES = 3.0
-"""Read the sum and the new gradient, write the sum."""
+ACCUMULATED_PASSES, FUSED_PASSES = 3.0, 2.0
+"""Read the sum and the new gradient, write the sum; products that add to the sum write it alone."""
+
+
+LOGIT_COPIES = 2
+"""fp32 tensors of the logits' size that `runtime.ops.cross_entropy` has at its peak: the copy and
+its exponentials."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +98,25 @@ class Calibrated:
         """One kernel at memory's pace."""
         return memory_s(self.cluster.device, moved_bytes)
 
+    def inner_bytes(self, work: Work) -> tuple[float, float]:
+        """The scores of unfused attention; fp32 copies of logits in an unfused cross-entropy."""
+        if work.attention is not None and self._attention in UNFUSED:
+            shape = work.attention
+            scores = shape.batch * shape.heads * shape.queries * shape.keys
+            size_bytes = float(scores * DTYPE_BYTES[work.dtype])
+            return (0.0 if work.backward else size_bytes), size_bytes
+        if work.logits and not self.traits.fused_elementwise:
+            return 0.0, LOGIT_COPIES * DTYPE_BYTES["float32"] * work.logits
+        return 0.0, 0.0
+
     def host_s(self, launches: float) -> float:
         """The host's time of a run of kernels; 0 unless it launches them one by one (`eager`)."""
         return launch_bound_s(launches, self.cluster.device) if self.traits.eager else 0.0
 
     def accumulate_s(self, gradient_bytes: float) -> float:
-        """One pass over the sum and the new gradient."""
-        return memory_s(self.cluster.device, ACCUMULATED_PASSES * gradient_bytes, kernels=0)
+        """Passes over the sum and the new gradient, or over the sum alone in fused products."""
+        passes = FUSED_PASSES if self.traits.fused_elementwise else ACCUMULATED_PASSES
+        return memory_s(self.cluster.device, passes * gradient_bytes, kernels=0)
 
     def collective_s(self, op: str, size_bytes: float, axis: str) -> float:
         """One collective; `axis` may also be "zero" (the ranks that share state) or "replica"."""

@@ -18,12 +18,13 @@ from ir.plan import Placed, Prediction, StageCost
 from ir.spmd import Spmd, StageCall
 from ir.variants import Variant
 from planner.cost import CostModel
-from planner.exchange import CONTENTION, Exchange, Load, exchange, zero_members
+from planner.exchange import CONTENTION, Exchange, Load, exchange
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import Seconds, StateCost, state_cost
 from planner.recompute import MenuPoint
-from planner.schedule import bubble_s, held_batches, pipeline_step_s
+from planner.schedule import StageTime, bubble_s, held_batches, pipeline_step_s
+from planner.stage_bytes import early_bytes, gathered_bytes, point_of, stage_cost
 from planner.stage_problem import (
     Assignment,
     Choice,
@@ -189,7 +190,7 @@ class _Evaluation:
                 self._forward(variant, point).total_s,
                 self._backward(point).total_s + added_s,
                 point.saved_bytes + self._input_bytes(variant, calls, point),
-                state.held_bytes / n, point.transient_bytes + self._early_bytes(variant),
+                state.held_bytes / n, point.transient_bytes + early_bytes(self.found, variant),
                 point.label,
             )
             for point in self.found.menus[variant]
@@ -219,10 +220,6 @@ class _Evaluation:
     def _virtual(self) -> int:
         """Pieces of the model per pipeline rank."""
         return self.cost.traits.virtual_stages if self.candidate.mesh.pipeline > 1 else 1
-
-    def _early_bytes(self, variant: int) -> int:
-        lowered = self.found.lowered[variant]
-        return sum(lowered.types[name].bytes(1) for name in lowered.early)
 
     def _input_bytes(self, variant: int, calls: Sequence[int], point: MenuPoint) -> float:
         """Held inputs; one that many calls share is divided among the calls of a stage."""
@@ -288,7 +285,7 @@ class _Evaluation:
             step_s, total.compute_s, total.communication_s + sync_s,
             bubble_s(times, count, schedule, virtual), update_s,
             min(plan.bound_s, step_s), int(self.cost.capacity_bytes),
-            tuple(self._stage_cost(program, s, f, b) for s, (f, b) in enumerate(times)),
+            tuple(self._stage_cost(program, s, pair) for s, pair in enumerate(times)),
         )  # fmt: skip
 
     def _stage_seconds(self, program: Spmd) -> list[tuple[Seconds, Seconds]]:
@@ -297,7 +294,7 @@ class _Evaluation:
         backward = list(forward)
         for s, calls in enumerate(program.stages):
             for placed in calls:
-                point = self._point(placed)
+                point = point_of(self.found, placed)
                 forward[s] += self._forward(placed.variant, point)
                 backward[s] += self._backward(point)
             backward[s] += Seconds(self._accumulate_s(self._state_of_stage(program, s)))
@@ -327,9 +324,6 @@ class _Evaluation:
             forward.total_s, backward.total_s,
         )  # fmt: skip
         return exchange(load, self.cost)
-
-    def _point(self, placed: StageCall) -> MenuPoint:
-        return next(p for p in self.found.menus[placed.variant] if p.label == placed.keep)
 
     def _stage_state(self, program: Spmd, stage: int) -> list[str]:
         names = self._names([p.index for p in program.stages[stage]])
@@ -368,45 +362,15 @@ class _Evaluation:
                 seconds += 2 * self.cost.send_s(item.gradient_bytes)
         return seconds
 
-    def _stage_cost(
-        self, program: Spmd, stage: int, forward_s: float, backward_s: float
-    ) -> StageCost:
-        """Bytes: state once, what is kept per micro-batch in flight, the largest working set."""
-        candidate, state = self.candidate, self._state_of_stage(program, stage)
-        held: dict[object, int] = {}
-        transient = 0
-        for placed in program.stages[stage]:
-            point, storage = self._point(placed), self.found.storages[placed.variant]
-            early = self._early_bytes(placed.variant)
-            transient = max(transient, point.transient_bytes + early)
-            call, block = program.call(placed), program.block(placed)
-            values = dict(zip(block.inputs, call.arguments, strict=True))
-            values |= dict(
-                zip(self.found.lowered[placed.variant].outputs, call.results, strict=True)
-            )
-            for name in (*point.saved, *point.inputs):
-                held[values.get(name, (placed.index, name))] = storage.size_bytes[name]
-        transient += self._gathered_bytes(program, stage)
+    def _stage_cost(self, program: Spmd, stage: int, times: StageTime) -> StageCost:
+        candidate = self.candidate
         flights = held_batches(
             stage, len(program.stages), candidate.micro_batches, candidate.schedule, self._virtual
         )  # fmt: skip
-        return StageCost(
-            forward_s, backward_s, state.parameter_bytes, state.gradient_bytes,
-            state.optimizer_bytes, int(flights * sum(held.values())), transient,
+        return stage_cost(
+            program, stage, self.found, self._state_of_stage(program, stage),
+            gathered_bytes(program, stage, self.state, self.cost), flights, times,
         )  # fmt: skip
-
-    def _gathered_bytes(self, program: Spmd, stage: int) -> int:
-        """ZeRO-3: the whole parameters of the running block, of the next one being gathered, and
-        the gradients of one on their way."""
-        if self.cost.traits.zero_stage < 3 or zero_members(self.cost) == 1:
-            return 0
-        largest = [0, 0]
-        gradients = 0
-        for placed in program.stages[stage]:
-            items = [self.state[name] for name in self._names([placed.index])]
-            largest = sorted([*largest, sum(item.gathered_bytes for item in items)])[-2:]
-            gradients = max(gradients, sum(item.summed_bytes for item in items))
-        return sum(largest) + gradients
 
 
 def _ordered(choices: Sequence[Choice]) -> list[Choice]:

@@ -42,6 +42,9 @@ class CostModel(Protocol):
     def group_s(self, moved_bytes: float) -> float:
         """One fused kernel that reads and writes `moved_bytes` at its boundary."""
 
+    def inner_bytes(self, work: Work) -> tuple[float, float]:
+        """Beside operands and results: what is kept for backward, and needed while it runs."""
+
     def host_s(self, launches: float) -> float:
         """What the host needs to launch that many kernels; 0 where it is never waited for."""
 
@@ -104,6 +107,10 @@ class Roofline:
     def group_s(self, moved_bytes: float) -> float:
         """As one memory-bound kernel."""
         return self.compute_s(Work("memory", 0.0, moved_bytes, "float32"))
+
+    def inner_bytes(self, work: Work) -> tuple[float, float]:
+        """None: kernels are taken as fused."""
+        return 0.0, 0.0
 
     def host_s(self, launches: float) -> float:
         """Each kernel has the host's time in it already."""

@@ -18,7 +18,7 @@ from planner.cost import CostModel
 from planner.exchange import is_bucketed, zero_members
 from planner.fusion import groups
 from planner.storage import Storage
-from planner.work import work_of
+from planner.work import Work, work_of
 
 COLLECTIVES = frozenset(
     ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shard", "first")
@@ -64,31 +64,36 @@ def node_seconds(
 ) -> Seconds:  # fmt: skip
     """Seconds of one node; a view that has to copy costs its bytes."""
     types = lowered.types if types is None else types
-    names = [ref.name for ref in references((node.args, node.kwargs))]
-    results = [name for name in node.outputs if name in types]
     if node.op in COLLECTIVES:
+        names = node.inputs
+        results = [name for name in node.outputs if name in types]
         pair = (types[names[0]].bytes(1), types[results[0]].bytes(1))
         size_bytes = pair[0] if node.op == "all_to_all" else max(pair)
         seconds = cost.collective_s(node.op, size_bytes, node.args[1])
         return Seconds(0.0, seconds, float(seconds > 0))
+    work = node_work(node, types, storage)
+    launches = 0.0 if work.kind == "view" else float(work.kernels)
+    communication_s = _inner_communication_s(lowered, node, types, cost)
+    return Seconds(cost.compute_s(work), communication_s, launches)
+
+
+def node_work(node: Node, types: Mapping[str, TensorType], storage: Storage | None) -> Work:
+    """The work of a node of a lowered block; a view that can't alias copies."""
     kind = op_def(node.op).kind
     if kind == "view" and storage is not None and not storage.is_alias(node):
         kind = "memory"
-    work = work_of(node, [types[n] for n in names], [types[n] for n in results], kind)
-    compute_s = cost.compute_s(work)
-    launches = 0.0 if kind == "view" else float(work.kernels)
-    communication_s = _inner_communication_s(lowered, node, results, types, cost)
-    return Seconds(compute_s, communication_s, launches)
+    names = [ref.name for ref in references((node.args, node.kwargs))]
+    results = [types[name] for name in node.outputs if name in types]
+    return work_of(node, [types[name] for name in names], results, kind)
 
 
 def _inner_communication_s(
-    lowered: Lowered, node: Node, results: list[str], types: Mapping[str, TensorType],
-    cost: CostModel,
-) -> float:  # fmt: skip
+    lowered: Lowered, node: Node, types: Mapping[str, TensorType], cost: CostModel
+) -> float:
     chosen = lowered.chosen.get(node.outputs[0])
     if chosen is None or not chosen.communicates:
         return 0.0
-    size_bytes = types[results[0]].bytes(1)
+    size_bytes = types[node.outputs[0]].bytes(1)
     return CROSS_ENTROPY_REDUCTIONS * cost.collective_s("all_reduce", size_bytes, "tensor")
 
 
@@ -98,12 +103,14 @@ class NodeTimes:
 
     The prologue's are in `early`: its nodes may define values of the same names. Where memory-bound
     ops are fused, `of` has what each takes alone and `total` what the groups of a list take.
+    `inner`: bytes that a node keeps for backward, and needs while it runs, beside its values.
     """
 
     of: dict[str, Seconds]
     early: dict[str, Seconds]
     storage: Storage
     cost: CostModel
+    inner: dict[str, tuple[float, float]]
 
     @property
     def prologue(self) -> Seconds:
@@ -131,7 +138,11 @@ def node_times(lowered: Lowered, storage: Storage, cost: CostModel) -> NodeTimes
     }
     nodes = (*lowered.forward, *lowered.backward)
     found = {n.outputs[0]: node_seconds(lowered, n, cost, storage) for n in nodes}
-    return NodeTimes(found, early, storage, cost)
+    inner = {
+        n.outputs[0]: cost.inner_bytes(node_work(n, lowered.types, storage))
+        for n in nodes if n.op not in COLLECTIVES and op_def(n.op).kind != "view"
+    }  # fmt: skip
+    return NodeTimes(found, early, storage, cost, {n: b for n, b in inner.items() if any(b)})
 
 
 @dataclass(frozen=True, slots=True)

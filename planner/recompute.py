@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ir.graph import Node
 from ir.lower import Lowered
 from ir.recompute import backward_nodes, kept_values
 from planner.fusion import is_fusable
@@ -36,7 +37,8 @@ class MenuPoint:
     """One way to run a block: time and bytes per micro-batch on one device.
 
     `kept`: the forward values held; `saved`: the storages of the block's own values among what
-    is held; `inputs`: the block's activation inputs that are held too.
+    is held; `inputs`: the block's activation inputs that are held too. `inner_bytes` of
+    `saved_bytes` are no values: kernels keep them by themselves.
     """
 
     label: str
@@ -48,6 +50,7 @@ class MenuPoint:
     saved_bytes: int
     input_bytes: int
     transient_bytes: int
+    inner_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -110,7 +113,7 @@ def boundary(lowered: Lowered, storage: Storage, always: frozenset[str]) -> froz
     groups of backward start from when they make the values inside groups again."""
     makers = {name: node for node in lowered.forward for name in node.outputs}
     wanted = everything(lowered, storage, always)
-    kept = {name for name in wanted if name in _heavily_read(lowered, storage)}
+    kept = set(wanted & _heavily_read(lowered, storage))
     seen: set[str] = set()
 
     def bring(name: str) -> None:
@@ -160,12 +163,23 @@ class _Block:
         owners = dict.fromkeys(storage.owner[name] for name in held)
         saved = tuple(o for o in owners if o not in lowered.block.inputs)
         inputs = tuple(o for o in owners if o in self.activations)
+        inner_bytes = self._inner_kept(backward)
         return MenuPoint(
             label, kept, self.times.total(lowered.forward, {*held, *lowered.outputs}),
             self.times.total(backward, {g for _, g in lowered.gradients}), saved, inputs,
-            storage.bytes_of(saved), storage.bytes_of(inputs),
-            max(self._forward_bytes(held), self._backward_bytes(backward, held)),
+            storage.bytes_of(saved) + inner_bytes, storage.bytes_of(inputs),
+            max(self._forward_bytes(held), self._backward_bytes(backward, held))
+            + self._inner_working(), inner_bytes,
         )  # fmt: skip
+
+    def _inner_kept(self, backward: Iterable[Node]) -> int:
+        """What kernels of forward keep by themselves, unless they run again."""
+        again = {node.outputs[0] for node in backward}
+        inner = self.times.inner
+        return int(sum(b for name, (b, _) in inner.items() if name not in again))
+
+    def _inner_working(self) -> int:
+        return int(max((b for _, b in self.times.inner.values()), default=0.0))
 
     def _forward_bytes(self, held: tuple[str, ...]) -> int:
         """Beside what is kept: working values, inputs that die here, outputs."""
@@ -174,7 +188,7 @@ class _Block:
             until_end=self.lowered.outputs, uncounted=[*held, *self.always, *self.lowered.early],
         )  # fmt: skip
 
-    def _backward_bytes(self, backward: Iterable[object], held: tuple[str, ...]) -> int:
+    def _backward_bytes(self, backward: Iterable[Node], held: tuple[str, ...]) -> int:
         """Beside what is kept, which dies on the way."""
         lowered = self.lowered
         tangents = [tangent for _, tangent in lowered.block.tangents]

@@ -53,7 +53,7 @@ class Work:
 
     `moved_bytes`: operands read and results written, each once; `touched_bytes`: what separate
     kernels move (rows of a table rather than all of it; the passes of a cross-entropy);
-    `kernels`: how many these are.
+    `kernels`: how many these are. `logits`: of a cross-entropy.
     """
 
     kind: str
@@ -65,6 +65,7 @@ class Work:
     backward: bool = False
     touched_bytes: float = 0.0
     kernels: int = 1
+    logits: int = 0
 
 
 def work_of(
@@ -81,11 +82,12 @@ def work_of(
     shapes = {name: sizes(kind_) for name, kind_ in (local | made).items()}
     shapes.setdefault(node.outputs[0], ())
     moved = float(sum(item.bytes(1) for item in (*operands, *results)))
-    touched, kernels = _separately(node, operands, results, moved)
+    logits = _logits(node, operands)
+    touched, kernels = _separately(node, results, moved, logits)
     return Work(
         kind or op_def(node.op).kind, flops(node, shapes), moved, compute_dtype(operands),
         _product(node, shapes), _attention(node, shapes), node.op.endswith("_backward"),
-        touched, kernels,
+        touched, kernels, logits,
     )  # fmt: skip
 
 
@@ -99,16 +101,21 @@ def compute_dtype(operands: Sequence[TensorType]) -> str:
     return next((k.dtype for k in operands if k.dtype in COMPUTE_DTYPES), "float32")
 
 
+def _logits(node: Node, operands: Sequence[TensorType]) -> int:
+    if node.op not in LOGIT_BYTES:
+        return 0
+    return operands[0 if node.op == "cross_entropy" else 1].elements(1)
+
+
 def _separately(
-    node: Node, operands: Sequence[TensorType], results: Sequence[TensorType], moved: float
+    node: Node, results: Sequence[TensorType], moved: float, logits: int
 ) -> tuple[float, int]:
     """Bytes and kernels when nothing is fused."""
     if node.op in GATHERS and results:
         return 2.0 * results[0].bytes(1), 1
-    if node.op in LOGIT_BYTES:
+    if logits:
         per_logit, kernels = LOGIT_BYTES[node.op]
-        logits = operands[0 if node.op == "cross_entropy" else 1]
-        return moved + per_logit * logits.elements(1), kernels
+        return moved + per_logit * logits, kernels
     return moved, 1
 
 

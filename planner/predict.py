@@ -15,6 +15,7 @@ from typing import Any
 
 from ir.batch import flow
 from ir.cluster import GIB
+from ir.deepen import layer_run
 from ir.errors import UsageError
 from ir.graph import Graph
 from ir.lower import Degrees, Lowered
@@ -141,9 +142,8 @@ def _decided(graph: Graph, wanted: Configuration) -> Iterator[Configuration]:
     """The configuration with every value of what it leaves open."""
     stages = [wanted.virtual_stages]
     if wanted.virtual_stages is None:
-        layers = len(graph.calls) - 2
-        per_rank = layers // wanted.mesh.pipeline
-        stages = [v for v in divisors(max(per_rank, 1)) if layers % wanted.mesh.pipeline == 0] or [1]
+        per_rank, rest = divmod(len(layer_run(graph)), wanted.mesh.pipeline)
+        stages = [*divisors(per_rank)] if per_rank and not rest else [1]
     recompute = [wanted.recompute] if wanted.recompute else ["none", "selective", "full"]
     zero = [wanted.zero_stage] if wanted.zero_stage is not None else list(OPEN_ZERO)
     if wanted.mesh.data == 1 and wanted.zero_stage is None:

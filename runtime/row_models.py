@@ -95,7 +95,7 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention: one fused product for equal heads, three where key-value heads are fewer."""
+    """Causal attention; one product makes q, k and v where all have as many heads."""
 
     def __init__(self, shape: RowShape):
         super().__init__()
@@ -203,18 +203,18 @@ def build_row_model(config: RowShape | Mapping[str, Any]) -> tuple[nn.Module, tu
     return model, (), {"ids": ids, "labels": ids.clone()}
 
 
-PROBE = {
-    "layers": 2, "hidden": 1301, "heads": 143, "head_dim": 74, "ffn_hidden": 3001, "vocab": 7919,
-    "seq_len": 523,
-}  # fmt: skip
+_PROBE = RowShape("gpt", 2, 1301, 143, 143, 74, 3001, False, 7919, 523, False)
 """Sizes that no other number in a model equals: traced at these, a graph can be resized."""
 _FEWER_KV_HEADS = 11
 
 
 def probe_of(shape: RowShape) -> RowShape:
     """The shape of the same structure at probe sizes: equal for rows that differ in sizes only."""
-    kv_heads = PROBE["heads"] if shape.kv_heads == shape.heads else _FEWER_KV_HEADS
-    return replace(shape, kv_heads=kv_heads, **PROBE)
+    kv_heads = _PROBE.heads if shape.kv_heads == shape.heads else _FEWER_KV_HEADS
+    return replace(
+        _PROBE, family=shape.family, kv_heads=kv_heads, gated_mlp=shape.gated_mlp,
+        tied_embeddings=shape.tied_embeddings, dtype=shape.dtype,
+    )  # fmt: skip
 
 
 def size_changes(probe: RowShape, shape: RowShape) -> dict[int | float, int | float]:

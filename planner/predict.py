@@ -24,16 +24,18 @@ from ir.variants import variants
 from planner.calibrated import cost_model
 from planner.candidate import Evaluated, Workload, evaluate_stages
 from planner.cost import CostModel
+from planner.fusion import is_fusable
 from planner.pieces import Pieces, pieces, whole
 from planner.pins import Candidate, divisors
+from planner.price import COLLECTIVES
 from planner.recompute import MenuPoint, everything, named_point
 from planner.rows import Configuration
 from planner.sharding import Habits, ShardingResult, shard
 from planner.stage_problem import Assignment, Choice
 from planner.traits import Traits
 
-OPEN_RECOMPUTE = ("none", "core_attn", "full")
-"""What is tried where a configuration leaves recomputation open, the least first."""
+OPEN_RECOMPUTE = ("none", "selective", "full")
+"""What is tried where a configuration leaves recomputation open."""
 OPEN_ZERO = (1, 3)
 """ZeRO stages that are tried where it is open: 2 holds no less than 3 and is no faster than 1."""
 MICRO_BATCHES_SHARDED_FOR = 4
@@ -117,7 +119,8 @@ class Predictor:
         for number, kind in enumerate(work.kinds):
             arguments = work.graph.calls[kind.calls[0]].arguments
             always = state_inputs(found.lowered[number], arguments, names)
-            menus.append(_menu(found, number, always, is_layer=len(kind.calls) > 1))
+            fused = cost.traits.fused_elementwise
+            menus.append(_menu(found, number, always, fused, is_layer=len(kind.calls) > 1))
         return replace(found, menus=tuple(menus))
 
     def _sharding(
@@ -133,7 +136,7 @@ class Predictor:
         if key not in self.shardings:
             count = MICRO_BATCHES_SHARDED_FOR
             degrees = Degrees(wanted.rows * count, 1, tensor, count)
-            habits = Habits(cut_weights=True, whole_activations=not wanted.sequence_cuts)
+            habits = Habits(True, wanted.sequence_cuts is False, wanted.sequence_cuts is True)
             self.shardings[key] = shard(work.graph, work.kinds, degrees, cost, habits=habits)
         return self.shardings[key]
 
@@ -144,7 +147,7 @@ def _decided(graph: Graph, wanted: Configuration) -> Iterator[Configuration]:
     if wanted.virtual_stages is None:
         per_rank, rest = divmod(len(layer_run(graph)), wanted.mesh.pipeline)
         stages = [*divisors(per_rank)] if per_rank and not rest else [1]
-    recompute = [wanted.recompute] if wanted.recompute else ["none", "selective", "full"]
+    recompute = [wanted.recompute] if wanted.recompute else OPEN_RECOMPUTE
     zero = [wanted.zero_stage] if wanted.zero_stage is not None else list(OPEN_ZERO)
     if wanted.mesh.data == 1 and wanted.zero_stage is None:
         zero = [0]
@@ -161,13 +164,11 @@ def _label(wanted: Configuration) -> str:
     """The menu point of the layers."""
     if wanted.recompute == "selective":
         return wanted.modules
-    if wanted.modules == "every-2nd-layer" and wanted.recompute == "full":
-        return wanted.modules
     return wanted.recompute or "none"
 
 
 def _menu(
-    found: Pieces, number: int, always: frozenset[str], *, is_layer: bool
+    found: Pieces, number: int, always: frozenset[str], fused: bool, *, is_layer: bool
 ) -> tuple[MenuPoint, ...]:
     """Everything kept; for layers also core attention, cheap operations or all of it again."""
     lowered, storage, times = found.lowered[number], found.storages[number], found.times[number]
@@ -177,10 +178,17 @@ def _menu(
         sets["core_attn"] = kept - _made_by_attention(lowered)
         sets["op"] = kept & _made_by_products(lowered)
         sets["full"] = frozenset()
-    return tuple(
-        named_point(lowered, storage, times, always, label, values)
-        for label, values in sets.items()
-    )
+    inner = kept - _read_by_products(lowered) - _made_outside_groups(lowered)
+
+    def point(label: str, values: frozenset[str]) -> MenuPoint:
+        found = named_point(lowered, storage, times, always, label, values)
+        if not (fused and values & inner):
+            return found
+        # fused kernels make their inner values again in registers: no bytes, and no time either
+        small = named_point(lowered, storage, times, always, label, values - inner)
+        return replace(small, forward=found.forward, backward=found.backward)
+
+    return tuple(point(label, values) for label, values in sets.items())
 
 
 def _made_by_attention(lowered: Lowered) -> frozenset[str]:
@@ -188,6 +196,18 @@ def _made_by_attention(lowered: Lowered) -> frozenset[str]:
     return frozenset(
         name for node in lowered.forward if node.op == "attention" for name in node.outputs[1:]
     )
+
+
+def _read_by_products(lowered: Lowered) -> frozenset[str]:
+    """What products and attention read in backward."""
+    ops = ("einsum", "attention_backward", "cross_entropy_backward")
+    return frozenset(n for node in lowered.backward if node.op in ops for n in node.inputs)
+
+
+def _made_outside_groups(lowered: Lowered) -> frozenset[str]:
+    """Results that fused memory-bound kernels start from: they make their inner values again."""
+    makers = (node for node in lowered.forward if not is_fusable(node, COLLECTIVES))
+    return frozenset(name for node in makers for name in node.outputs)
 
 
 def _made_by_products(lowered: Lowered) -> frozenset[str]:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from ir.cluster import Cluster, Mesh
 from ir.errors import UsageError
 from ir.topology import DOMAIN, NETWORK, Level, named_device, network, node_levels
-from planner.stacks import traits_of
+from planner.stacks import selective_of, traits_of
 from planner.traits import Traits
 
 RECOMPUTE = ("none", "selective", "full")
 MODULES = ("core_attn", "op", "every-2nd-layer")
-"""Parts that "selective" or "full" recomputes, where a row says so; core attention if not."""
+"""What "selective" (or "full", of some layers) means, where a row says so; else by its stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Configuration:
     """Pinned decisions; None is the planner's own.
 
     `rows`: sequences per micro-batch and rank. `micro_batches`: per step. `sequence_cuts`: whether
-    activations between tensor-parallel products are cut along the sequence.
+    activations between blocks are cut over the tensor axis.
     """
 
     cluster: Cluster
@@ -37,7 +37,7 @@ class Configuration:
     modules: str
     virtual_stages: int | None
     zero_stage: int | None
-    sequence_cuts: bool
+    sequence_cuts: bool | None
     traits: Traits
     optimizer: str = "adamw"
 
@@ -62,8 +62,9 @@ def read_configuration(row: Mapping[str, str], cluster: Cluster | None = None) -
     traits = traits_of(row, cluster.device)
     return Configuration(
         cluster, mesh, rows, batch // (rows * mesh.data), recompute,
-        modules if modules in MODULES else "core_attn",
-        _virtual_stages(row, mesh), _zero_stage(row), row.get("sequence_parallel") != "0",
+        modules if modules in MODULES else selective_of(row),
+        _virtual_stages(row, mesh), _zero_stage(row),
+        {"0": False, "1": True}.get(row.get("sequence_parallel") or ""),
         replace(traits, zero_group=_count(row, "shard_group", 0)),
     )  # fmt: skip
 
@@ -85,9 +86,9 @@ def read_cluster(row: Mapping[str, str], n_devices: int) -> Cluster:
         levels += (replace(levels[-1], size=joined, name=DOMAIN),)
     if nodes > joined:
         link = network(name)
-        if rate := (row.get("inter_node_GBps_per_device") or "").strip():
-            link = replace(link, bandwidth_bytes_per_s=_number(row, "inter_node_GBps_per_device")
-                           * 1e9) if rate else link  # fmt: skip
+        if row.get("inter_node_GBps_per_device"):
+            rate = _number(row, "inter_node_GBps_per_device") * 1e9
+            link = replace(link, bandwidth_bytes_per_s=rate)
         levels += (Level(nodes // joined, link, NETWORK),)
     return Cluster(device, levels)
 
@@ -107,8 +108,10 @@ def _check_represented(row: Mapping[str, str]) -> None:
 def _check_degrees(row: Mapping[str, str], mesh: Mesh, cluster: Cluster) -> None:
     """Degrees against devices, heads and layers."""
     asked = _count(row, "n_devices", mesh.size)
-    if mesh.size not in (asked, cluster.n_devices) or mesh.size > cluster.n_devices:
-        raise UsageError(f"tp x pp x dp = {mesh.size}, but n_devices={asked}")
+    if mesh.size != asked or mesh.size > cluster.n_devices:
+        raise UsageError(
+            f"tp x pp x dp = {mesh.size}, but n_devices={asked} of {cluster.n_devices}"
+        )
     stated = _count(row, "nodes", 0) * _count(row, "devices_per_node", 0)
     if 0 < stated < mesh.size:
         raise UsageError(f"tp x pp x dp = {mesh.size}, but nodes x devices_per_node = {stated}")

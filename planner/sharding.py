@@ -53,10 +53,12 @@ class Habits:
     `cut_weights`: matrices are cut, and used as they are stored: never gathered.
     `whole_activations`: no factor of what goes from block to block is cut, inside them neither
     (Megatron's tensor parallelism before its sequence parallelism, Korthikanti et al. 2022).
+    `cut_activations`: what goes from block to block is cut (that sequence parallelism).
     """
 
     cut_weights: bool = False
     whole_activations: bool = False
+    cut_activations: bool = False
 
 
 @dataclass
@@ -130,6 +132,8 @@ class _Search:
         if self.habits.whole_activations and not stored:
             return (REPLICATE,)
         found = options(self.ports, number, self.kinds, self.degrees.tensor)
+        if self.habits.cut_activations and not stored:
+            return tuple(place for place in found if place != REPLICATE) or found
         if not (self.habits.cut_weights and stored and self._is_matrix(number)):
             return found
         return tuple(p for p in found if self._is_usable_cut(number, p)) or (REPLICATE,)

@@ -17,8 +17,6 @@ from planner.traits import Traits
 LOW_PRECISIONS = {"fp8": "float8_e4m3fn", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 PRECISIONS = ("bf16", "fp16", *LOW_PRECISIONS)
 _GRADIENTS = {"": "", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-FIRST_FLASH_2 = 2024
-"""Releases of that year and later use the second generation of fused attention or a newer one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,8 @@ class Stack:
     `overlaps`: gradients are reduced under backward. `fuses`: chains of elementwise ops are one
     kernel each (hand-written, JIT or a compiler). `graph`: the step is launched as a whole, by a
     compiler or CUDA graphs. `fp32_gradients`: gradients are accumulated and reduced in float32.
-    `attention`: the fused kernel; "" the device's usual one; "flash1" before 2024.
+    `attention`: the fused kernel; "" the device's usual one. `selective`: what its selective
+    recomputation keeps: all but core attention, or results of every second product ("op").
     """
 
     overlaps: bool = True
@@ -36,10 +35,11 @@ class Stack:
     graph: bool = False
     fp32_gradients: bool = True
     attention: str = ""
+    selective: str = "core_attn"
 
 
 _MEGATRON = Stack()
-_FSDP = Stack(fuses=False, attention="flash2")
+_FSDP = Stack(fuses=False, attention="flash2", selective="op")
 STACKS = {
     "megatron-deepspeed": Stack(overlaps=False),
     "megatron-lm 2021": Stack(overlaps=False, fp32_gradients=False),
@@ -49,7 +49,9 @@ STACKS = {
     "nemo-megatron": _MEGATRON,
     "nemo-megatron (MLPerf)": replace(_MEGATRON, fp32_gradients=False),
     "llm-foundry (FSDP1)": replace(_FSDP, attention="flash1", fp32_gradients=False),
-    "fms-fsdp (FSDP1)": replace(_FSDP, fuses=True, fp32_gradients=False),
+    "fms-fsdp (FSDP1)": replace(
+        _FSDP, fuses=True, fp32_gradients=False, selective="every-2nd-layer"
+    ),
     "torchtitan (FSDP2)": _FSDP,
     "kempnerforge (FSDP2)": _FSDP,
     "internevo": Stack(fp32_gradients=False, attention="flash2"),
@@ -79,6 +81,11 @@ def traits_of(row: Mapping[str, str], device: Device) -> Traits:
         master_weights=True,
         eager=not (_states(row, "cuda_graph", stack.graph) or _states(row, "compile", False)),
     )
+
+
+def selective_of(row: Mapping[str, str]) -> str:
+    """What "selective" means in a row's stack."""
+    return STACKS.get(row.get("framework", ""), Stack()).selective
 
 
 def _attention(row: Mapping[str, str], device: Device, stack: Stack) -> str:

@@ -23,17 +23,22 @@ from planner.work import Work
 OURS = Traits(eager=True)
 """Emitted programs: torch's kernels one by one, exchanges after backward."""
 
-QUANTISED_BYTES = 4.0
+QUANTISED_BYTES, FUSED_QUANTISED_BYTES = 4.0, 2.0
 """Per element of an operand in 8 or 4 bits: read 16 bits, write it and its transpose, as
-Transformer Engine's cast-transpose does; every operand serves two of a layer's three products."""
+Transformer Engine's cast-transpose does; kernels that fuse it with what comes before only write.
+Every operand serves two of a layer's three products."""
 QUANTISED_USES = 2.0
 FOREACH_PASSES = 20 / 7
 """Tensors that torch's foreach AdamW reads and writes (weight decay 2, moments 3 + 5, root and
 epsilon 6, update 4), over the seven of its fused kernel (read g, p, m, v; write p, m, v)."""
 ACCUMULATED_PASSES, FUSED_PASSES = 3.0, 2.0
 """Read the sum and the new gradient, write the sum; products that add to the sum write it alone."""
-
-
+LOW_PRECISIONS = ("float8_e4m3fn", "mxfp8", "nvfp4")
+SUSTAINED, SUSTAINED_USUAL, SUSTAINED_LOW = {"Hopper": 0.66}, 0.80, 0.85
+"""Pace of matrix products within a long training step over that of the best benchmark of the same
+shape: the power limit is shared with memory traffic and neighbours, operands are not warm, and
+layouts are not the fastest. Hopper's 16-bit units meet their power limit first. Fitted on the rows
+of benchmarks/data whose time is nearly all compute; by architecture and width of the operands."""
 LOGIT_COPIES = 2
 """fp32 tensors of the logits' size that `runtime.ops.cross_entropy` has at its peak: the copy and
 its exponentials."""
@@ -52,6 +57,11 @@ class Calibrated:
         """Memory of a device less its reserve."""
         return self.cluster.device.usable_bytes
 
+    @property
+    def sends_meet(self) -> bool:
+        """Links carry both directions at once, and 1F1B sends and receives in one call."""
+        return True
+
     def compute_s(self, work: Work) -> float:
         """Seconds of one kernel that was queued in time; see `host_s`."""
         device = self.cluster.device
@@ -66,13 +76,15 @@ class Calibrated:
                     device, batch=shape.batch, heads=shape.heads, kv_heads=shape.kv_heads,
                     queries=shape.queries, keys=shape.keys, head_dim=shape.head_dim,
                     dtype=work.dtype, causal=shape.causal, backward=work.backward,
-                    kernel=self._attention,
+                    kernel=self._attention, dropout=self.traits.dropout,
                 )  # fmt: skip
             case "matmul" | "conv" | "attention":
                 rate = device.peak_flops_per_s(work.dtype) * device.matmul_fraction
                 moving_s = memory_s(device, work.moved_bytes, kernels=0)
                 return max(work.flops / rate, moving_s) + device.kernel_fixed_s
             case "memory":
+                if work.logits and self._fuses_loss:
+                    return memory_s(device, work.moved_bytes)
                 moved = work.touched_bytes or work.moved_bytes
                 return memory_s(device, moved, work.kernels)
         raise ValueError(f"unknown kind of work {work.kind!r}; known: {', '.join(KINDS)}")
@@ -81,7 +93,17 @@ class Calibrated:
     def _attention(self) -> str:
         return self.traits.on(self.cluster.device).attention
 
+    @property
+    def _fuses_loss(self) -> bool:
+        return self.traits.fused_elementwise or self.traits.fused_loss
+
     def _product_s(self, work: Work) -> float:
+        """By `kernels`, at the pace that a long step sustains."""
+        low = self.traits.matmul_precision in LOW_PRECISIONS
+        pace = SUSTAINED_LOW if low else SUSTAINED.get(self.cluster.device.arch, SUSTAINED_USUAL)
+        return self._benchmark_s(work) / pace
+
+    def _benchmark_s(self, work: Work) -> float:
         """In the traits' precision where its 16-element alignment allows, with quantising."""
         assert work.product is not None
         batch, m, n, k = work.product
@@ -91,8 +113,11 @@ class Calibrated:
             return matmul_s(device, m, n, k, "tf32", batch)
         if low in ("", "tf32") or batch > 1 or m % 16 or n % 16 or k % 16:
             return matmul_s(device, m, n, k, dtype, batch)
-        quantised = QUANTISED_BYTES * (m * k + k * n) / QUANTISED_USES
-        return matmul_s(device, m, n, k, low) + memory_s(device, quantised)
+        fused = self.traits.fused_elementwise
+        per_element = FUSED_QUANTISED_BYTES if fused else QUANTISED_BYTES
+        quantised = per_element * (m * k + k * n) / QUANTISED_USES
+        passes_s = memory_s(device, quantised, kernels=0 if fused else 1)
+        return matmul_s(device, m, n, k, low) + passes_s
 
     def group_s(self, moved_bytes: float) -> float:
         """One kernel at memory's pace."""
@@ -105,7 +130,7 @@ class Calibrated:
             scores = shape.batch * shape.heads * shape.queries * shape.keys
             size_bytes = float(scores * DTYPE_BYTES[work.dtype])
             return (0.0 if work.backward else size_bytes), size_bytes
-        if work.logits and not self.traits.fused_elementwise:
+        if work.logits and not self._fuses_loss:
             return 0.0, LOGIT_COPIES * DTYPE_BYTES["float32"] * work.logits
         return 0.0, 0.0
 

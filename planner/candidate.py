@@ -18,7 +18,7 @@ from ir.plan import Placed, Prediction, StageCost
 from ir.spmd import Spmd, StageCall
 from ir.variants import Variant
 from planner.cost import CostModel
-from planner.exchange import CONTENTION, Exchange, Load, exchange
+from planner.exchange import Exchange, Load, exchange, exposed_send_s, exposed_tensor_s
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import Seconds, StateCost, state_cost
@@ -202,11 +202,16 @@ class _Evaluation:
         """One micro-batch through one block, with its share of the prologue; the slower of the
         device and the host that launches its kernels."""
         prologue = self.found.times[variant].prologue.times(1 / self.candidate.micro_batches)
-        seconds = point.forward + prologue
+        seconds = self._pipelined(point.forward) + prologue
         return seconds.at_least(self.cost.host_s(seconds.launches))
 
     def _backward(self, point: MenuPoint) -> Seconds:
-        return point.backward.at_least(self.cost.host_s(point.backward.launches))
+        seconds = self._pipelined(point.backward)
+        return seconds.at_least(self.cost.host_s(seconds.launches))
+
+    def _pipelined(self, seconds: Seconds) -> Seconds:
+        exposed_s = exposed_tensor_s(seconds.communication_s, seconds.compute_s, self.cost)
+        return replace(seconds, communication_s=exposed_s)
 
     def _accumulate_s(self, state: StateCost) -> float:
         """Per micro-batch: its gradients are added up, where there are several."""
@@ -243,7 +248,7 @@ class _Evaluation:
             if value in program.makers and program.makers[value][0] < middle
         }  # fmt: skip
         for value in sorted(crossing):
-            ways = 2 if value in program.has_gradient else 1
+            ways = 2 if value in program.has_gradient and not self.cost.sends_meet else 1
             seconds += ways * self.cost.send_s(program.local_type_of(value).bytes(1), stage)
         return seconds
 
@@ -289,7 +294,8 @@ class _Evaluation:
         )  # fmt: skip
 
     def _stage_seconds(self, program: Spmd) -> list[tuple[Seconds, Seconds]]:
-        """Forward and backward of a micro-batch, with the actual sends on both their sides."""
+        """Forward and backward of a micro-batch, with the actual sends: on both their sides, or
+        on the sender's where they meet what comes back."""
         forward = [Seconds() for _ in program.stages]
         backward = list(forward)
         for s, calls in enumerate(program.stages):
@@ -300,19 +306,15 @@ class _Evaluation:
             backward[s] += Seconds(self._accumulate_s(self._state_of_stage(program, s)))
         for message in program.messages:
             send_s = self.cost.send_s(message.type.bytes(1), message.source)
-            for s in (message.source, message.target):
-                forward[s] += Seconds(0.0, self._exposed_send_s(send_s, forward[s]))
+            ends = (message.source, message.target)
+            for s in ends[:1] if self.cost.sends_meet else ends:
+                exposed_s = exposed_send_s(send_s, forward[s].compute_s, self._virtual)
+                forward[s] += Seconds(0.0, exposed_s)
+            for s in ends[1:] if self.cost.sends_meet else ends:
                 if message.gradient:
-                    backward[s] += Seconds(0.0, self._exposed_send_s(send_s, backward[s]))
+                    exposed_s = exposed_send_s(send_s, backward[s].compute_s, self._virtual)
+                    backward[s] += Seconds(0.0, exposed_s)
         return list(zip(forward, backward, strict=True))
-
-    def _exposed_send_s(self, send_s: float, under: Seconds) -> float:
-        """Plain schedules wait for a send; interleaved ones send each of their v pieces while the
-        next one computes (Megatron's overlap of point-to-point communication)."""
-        if self._virtual == 1:
-            return send_s
-        hidden_s = min(send_s, under.compute_s / self._virtual)
-        return self._virtual * (send_s - hidden_s + CONTENTION * hidden_s)
 
     def _exchange(
         self, program: Spmd, stage: int, forward: Seconds, backward: Seconds

@@ -36,6 +36,10 @@ class CostModel(Protocol):
     def traits(self) -> Traits:
         """How the step is executed."""
 
+    @property
+    def sends_meet(self) -> bool:
+        """Whether an activation's way and a gradient's way back take the time of one."""
+
     def compute_s(self, work: Work) -> float:
         """One kernel on the device."""
 
@@ -85,6 +89,11 @@ class Roofline:
     def traits(self) -> Traits:
         """The defaults: nothing is fused or overlapped."""
         return Traits()
+
+    @property
+    def sends_meet(self) -> bool:
+        """No: processes of one machine share its memory."""
+        return False
 
     def compute_s(self, work: Work) -> float:
         """Seconds of one kernel. Views are free; a collective's time is `collective_s`."""

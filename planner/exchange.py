@@ -1,4 +1,4 @@
-"""What the data axis adds to a step: gradients reduced, parameters gathered, hidden or not.
+"""What exchanges add to a step: gradients reduced, parameters gathered, hidden or not.
 
 Input: a stage's bytes, its layers and their seconds, a cost model with its traits. Output: seconds
 per micro-batch and once per step. With L layers of forward f and backward b, a collective of a
@@ -77,6 +77,26 @@ def exchange(load: Load, cost: CostModel) -> Exchange:
         load.parameter_bytes, load.forward_s, load.layers, cost, "all_gather", "zero"
     )
     return Exchange(step_s=scattered_s + gathered_s + _replicas_s(load, cost))
+
+
+def exposed_tensor_s(communication_s: float, compute_s: float, cost: CostModel) -> float:
+    """Of a block's collectives on the tensor axis. With `overlap_tensor` they go in pieces, one
+    per rank, each under the product of another piece; one piece is exposed (Wang et al., ASPLOS
+    2023; Transformer Engine's user buffers)."""
+    tensor = cost.mesh.tensor
+    if tensor == 1 or not cost.traits.overlap_tensor:
+        return communication_s
+    hidden_s = min(communication_s * (1 - 1 / tensor), compute_s)
+    return communication_s - (1 - CONTENTION) * hidden_s
+
+
+def exposed_send_s(send_s: float, compute_s: float, virtual_stages: int) -> float:
+    """Of a stage's send per micro-batch. Plain schedules wait for it; interleaved ones send each of
+    their v pieces while the next one computes (Megatron's overlap of point-to-point)."""
+    if virtual_stages == 1:
+        return send_s
+    hidden_s = min(send_s, compute_s / virtual_stages)
+    return virtual_stages * (send_s - hidden_s + CONTENTION * hidden_s)
 
 
 def _hidden(

@@ -27,7 +27,9 @@ class Traits:
     ranks (0: all), 2 also gradients, 3 also parameters. `virtual_stages`: pieces of the model per
     pipeline rank. `gradient_dtype`: of accumulated and reduced gradients; "" as the parameter.
     `master_weights`: fp32 copies of parameters and fp32 optimizer state. `fused_optimizer`: one
-    pass over all state. `eager`: the host launches every kernel, so it can be what is waited for.
+    pass over all state. `dropout`: attention drops out scores, whatever was traced. `fused_loss`:
+    cross-entropy is one kernel that keeps no copies of the logits. `eager`: the host launches
+    every kernel, so it can be what is waited for.
     """
 
     attention: str = "auto"
@@ -41,6 +43,8 @@ class Traits:
     gradient_dtype: str = ""
     master_weights: bool = False
     fused_optimizer: bool = True
+    dropout: bool = False
+    fused_loss: bool = False
     eager: bool = False
 
     def __post_init__(self) -> None:

@@ -6,7 +6,14 @@ import pytest
 
 from ir.cluster import Cluster, Mesh
 from planner.calibrated import Calibrated
-from planner.exchange import CONTENTION, Exchange, Load, exchange
+from planner.exchange import (
+    CONTENTION,
+    Exchange,
+    Load,
+    exchange,
+    exposed_send_s,
+    exposed_tensor_s,
+)
 from planner.schedule import bubble_s, held_batches, in_flight, pipeline_step_s
 from planner.traits import Traits
 
@@ -63,3 +70,17 @@ def test_virtual_stages_shorten_the_fill_and_hold_more() -> None:
     assert bubble_s(times, 8, "1f1b", 3) == pytest.approx(3)
     assert held_batches(0, 4, 8, "1f1b", 2) == 5.5 > in_flight(0, 4, 8, "1f1b")
     assert held_batches(0, 4, 2, "1f1b", 2) == 2.0
+
+
+def test_a_tensor_axis_overlaps_all_but_one_piece() -> None:
+    plain = Calibrated(CLUSTER, Mesh(1, 4, 8))
+    piped = Calibrated(CLUSTER, Mesh(1, 4, 8), Traits(overlap_tensor=True))
+    assert exposed_tensor_s(1.0, 10.0, plain) == 1.0
+    assert exposed_tensor_s(1.0, 10.0, piped) == pytest.approx(1 / 8 + 7 / 8 * CONTENTION)
+    assert exposed_tensor_s(1.0, 0.0, piped) == 1.0
+
+
+def test_only_interleaved_schedules_hide_their_sends() -> None:
+    assert exposed_send_s(1.0, 100.0, 1) == 1.0
+    assert exposed_send_s(1.0, 100.0, 2) == pytest.approx(2 * CONTENTION)
+    assert exposed_send_s(1.0, 0.0, 2) == 2.0

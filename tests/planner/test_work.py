@@ -88,8 +88,9 @@ def test_a_lookup_reads_only_the_rows_that_it_returns() -> None:
 
 def test_products_cost_what_their_kernels_take() -> None:
     work = _einsum("ay,zy->az", _bf16(4096, 4096), _bf16(8192, 4096), _bf16(4096, 8192))
-    plain = matmul_s(DEVICE, 4096, 8192, 4096, "bfloat16")
-    assert Calibrated(H100, Mesh()).compute_s(work) == plain
+    plain = Calibrated(H100, Mesh()).compute_s(work)
+    alone = matmul_s(DEVICE, 4096, 8192, 4096, "bfloat16")
+    assert alone <= plain < 2 * alone  # a training step sustains less than a benchmark
     low = Calibrated(H100, Mesh(), Traits(matmul_precision="float8_e4m3fn")).compute_s(work)
     assert matmul_s(DEVICE, 4096, 8192, 4096, "float8_e4m3fn") < low < plain
 

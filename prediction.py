@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from planner.explain import explain
 from planner.predict import Predicted, Predictor
 from planner.predict_table import COLUMNS, Row, predict_row, predict_table, record
 from planner.rows import read_configuration
+from planner.stacks import has_fused_loss
 from runtime.row_models import RowShape, build_row_model, probe_of, row_shape, size_changes
 
 FEW_ROWS = 24
@@ -40,7 +42,7 @@ class RowGraphs:
 
     def __call__(self, row: Row) -> Graph:
         """The graph of a row's model; `ValueError` for sizes that make no model."""
-        shape = row_shape(row)
+        shape = replace(row_shape(row), wide_logits=not has_fused_loss(row))
         if shape not in self.graphs:
             probe = probe_of(shape)
             if probe not in self.probes:

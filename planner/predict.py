@@ -42,6 +42,12 @@ MICRO_BATCHES_SHARDED_FOR = 4
 """Parameters' reshards once per step count a quarter: more would change no sharding."""
 
 
+FRAGMENTATION = 0.04
+"""Of torch's caching allocator, as in the reserve of `ir.device`."""
+CONTEXT_BYTES = 1.4 * GIB
+"""CUDA context, NCCL's channels, library workspaces; same source."""
+
+
 @dataclass(frozen=True)
 class Predicted:
     """Seconds of a step and its parts, and the fullest device. `traits`: with open ones decided."""
@@ -93,7 +99,8 @@ class Predictor:
         evaluated = evaluate_stages(work, candidate, found, cost, stages)
         cost_s = evaluated.prediction
         return Predicted(
-            cost_s.step_s, cost_s.peak_bytes / GIB, cost_s.peak_bytes <= cost_s.capacity_bytes,
+            cost_s.step_s, _reading_bytes(cost_s.peak_bytes, wanted) / GIB,
+            cost_s.peak_bytes <= cost_s.capacity_bytes,
             cost_s.compute_s, cost_s.exposed_comm_s, cost_s.bubble_s, cost_s.optimizer_s, label,
             traits, evaluated,
         )  # fmt: skip
@@ -155,6 +162,17 @@ def _decided(graph: Graph, wanted: Configuration) -> Iterator[Configuration]:
         yield replace(wanted, virtual_stages=v, recompute=again, zero_stage=stage)
 
 
+def _reading_bytes(peak_bytes: float, wanted: Configuration) -> float:
+    """What a tool shows when tensors take `peak_bytes`."""
+    match wanted.memory_kind:
+        case "allocated":
+            return peak_bytes
+        case "reserved":
+            return peak_bytes * (1 + FRAGMENTATION)
+        case _:
+            return peak_bytes * (1 + FRAGMENTATION) + CONTEXT_BYTES
+
+
 def _order(found: Predicted) -> tuple[bool, float]:
     """What fits first, then the fastest; of what does not fit the smallest."""
     return (not found.fits, found.step_s if found.fits else found.peak_GiB)
@@ -179,12 +197,14 @@ def _menu(
         sets["op"] = kept & _made_by_products(lowered)
         sets["full"] = frozenset()
     inner = kept - _read_by_products(lowered) - _made_outside_groups(lowered)
+    inner |= kept & _gathered(lowered)
 
     def point(label: str, values: frozenset[str]) -> MenuPoint:
         found = named_point(lowered, storage, times, always, label, values)
         if not (fused and values & inner):
             return found
-        # fused kernels make their inner values again in registers: no bytes, and no time either
+        # fused kernels make their inner values again in registers: no bytes, and no time either;
+        # what was gathered is gathered again under the product of the input's gradient
         small = named_point(lowered, storage, times, always, label, values - inner)
         return replace(small, forward=found.forward, backward=found.backward)
 
@@ -196,6 +216,16 @@ def _made_by_attention(lowered: Lowered) -> frozenset[str]:
     return frozenset(
         name for node in lowered.forward if node.op == "attention" for name in node.outputs[1:]
     )
+
+
+def _gathered(lowered: Lowered) -> frozenset[str]:
+    """Gathered activations, and what memory-bound operations made of them."""
+    found: set[str] = set()
+    for node in lowered.forward:
+        follows = is_fusable(node, COLLECTIVES) and found.intersection(node.inputs)
+        if node.op == "all_gather" or follows:
+            found |= set(node.outputs)
+    return frozenset(found)
 
 
 def _read_by_products(lowered: Lowered) -> frozenset[str]:

@@ -26,7 +26,8 @@ class Configuration:
     """Pinned decisions; None is the planner's own.
 
     `rows`: sequences per micro-batch and rank. `micro_batches`: per step. `sequence_cuts`: whether
-    activations between blocks are cut over the tensor axis.
+    activations between blocks are cut over the tensor axis. `memory_kind`: the reading that a
+    peak is compared with: "allocated" or "reserved" by torch, else of the whole device.
     """
 
     cluster: Cluster
@@ -39,6 +40,7 @@ class Configuration:
     zero_stage: int | None
     sequence_cuts: bool | None
     traits: Traits
+    memory_kind: str = ""
     optimizer: str = "adamw"
 
     @property
@@ -66,6 +68,7 @@ def read_configuration(row: Mapping[str, str], cluster: Cluster | None = None) -
         _virtual_stages(row, mesh), _zero_stage(row),
         {"0": False, "1": True}.get(row.get("sequence_parallel") or ""),
         replace(traits, zero_group=_count(row, "shard_group", 0)),
+        (row.get("mem_kind") or "").strip(),
     )  # fmt: skip
 
 

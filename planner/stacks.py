@@ -28,6 +28,9 @@ class Stack:
     compiler or CUDA graphs. `fp32_gradients`: gradients are accumulated and reduced in float32.
     `attention`: the fused kernel; "" the device's usual one. `selective`: what its selective
     recomputation keeps: all but core attention, or results of every second product ("op").
+    `hides_tensor`: collectives of the tensor axis run in pieces under the products beside them.
+    `dropout`: trains with attention dropout, Megatron's default before 2022's large models.
+    `fused_loss`: cross-entropy is one kernel on 16-bit logits.
     """
 
     overlaps: bool = True
@@ -36,26 +39,31 @@ class Stack:
     fp32_gradients: bool = True
     attention: str = ""
     selective: str = "core_attn"
+    hides_tensor: bool = False
+    dropout: bool = False
+    fused_loss: bool = False
 
 
 _MEGATRON = Stack()
 _FSDP = Stack(fuses=False, attention="flash2", selective="op")
 STACKS = {
-    "megatron-deepspeed": Stack(overlaps=False),
-    "megatron-lm 2021": Stack(overlaps=False, fp32_gradients=False),
+    "megatron-deepspeed": Stack(overlaps=False, dropout=True),
+    "megatron-lm 2021": Stack(overlaps=False, fp32_gradients=False, dropout=True),
     "megatron-core": _MEGATRON,
     "megatron-core CI": _MEGATRON,
-    "megatron-bridge": replace(_MEGATRON, graph=True),
-    "nemo-megatron": _MEGATRON,
-    "nemo-megatron (MLPerf)": replace(_MEGATRON, fp32_gradients=False),
-    "llm-foundry (FSDP1)": replace(_FSDP, attention="flash1", fp32_gradients=False),
+    "megatron-bridge": replace(_MEGATRON, graph=True, hides_tensor=True),
+    "nemo-megatron": replace(_MEGATRON, hides_tensor=True),
+    "nemo-megatron (MLPerf)": replace(_MEGATRON, fp32_gradients=False, hides_tensor=True),
+    "llm-foundry (FSDP1)": replace(
+        _FSDP, attention="flash1", fp32_gradients=False, fused_loss=True
+    ),
     "fms-fsdp (FSDP1)": replace(
         _FSDP, fuses=True, fp32_gradients=False, selective="every-2nd-layer"
     ),
     "torchtitan (FSDP2)": _FSDP,
     "kempnerforge (FSDP2)": _FSDP,
-    "internevo": Stack(fp32_gradients=False, attention="flash2"),
-    "oneflow": Stack(graph=True, fp32_gradients=False),
+    "internevo": Stack(fp32_gradients=False, attention="flash2", fused_loss=True),
+    "oneflow": Stack(graph=True, fp32_gradients=False, dropout=True),
     "jax-pax": Stack(graph=True),
     "jax-pax +TE": Stack(graph=True),
 }
@@ -76,7 +84,9 @@ def traits_of(row: Mapping[str, str], device: Device) -> Traits:
         fused_elementwise=_states(row, "compile", stack.fuses),
         matmul_precision=LOW_PRECISIONS.get(precision, ""),
         overlap_gradients=_states(row, "overlap_grad", stack.overlaps),
-        overlap_tensor=_states(row, "tp_overlap", False),
+        overlap_tensor=_states(row, "tp_overlap", stack.hides_tensor),
+        dropout=stack.dropout,
+        fused_loss=stack.fused_loss,
         gradient_dtype=_GRADIENTS[gradients],
         master_weights=True,
         eager=not (_states(row, "cuda_graph", stack.graph) or _states(row, "compile", False)),
@@ -86,6 +96,11 @@ def traits_of(row: Mapping[str, str], device: Device) -> Traits:
 def selective_of(row: Mapping[str, str]) -> str:
     """What "selective" means in a row's stack."""
     return STACKS.get(row.get("framework", ""), Stack()).selective
+
+
+def has_fused_loss(row: Mapping[str, str]) -> bool:
+    """Whether a row's stack computes the loss from 16-bit logits."""
+    return STACKS.get(row.get("framework", ""), Stack()).fused_loss
 
 
 def _attention(row: Mapping[str, str], device: Device, stack: Stack) -> str:

@@ -25,7 +25,7 @@ class RowShape:
     """Sizes of a decoder. `family` "other": a gpt without biases, with rotary positions.
 
     `kv_heads`: key and value heads, each shared by heads / kv_heads query heads; `dtype`: of the
-    parameters and of all compute but the loss, which is in float32.
+    parameters and of all compute; `wide_logits`: logits are copied to float32 for the loss.
     """
 
     family: str
@@ -40,6 +40,7 @@ class RowShape:
     seq_len: int
     tied_embeddings: bool
     dtype: str = "bfloat16"
+    wide_logits: bool = True
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -178,7 +179,7 @@ class Decoder(nn.Module):
         else:
             self.cos = self.sin = None
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = Norm(shape)
+        self.norm, self.has_wide_logits = Norm(shape), shape.wide_logits
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         if shape.tied_embeddings:
             self.head.weight = self.embedding.weight
@@ -189,8 +190,9 @@ class Decoder(nn.Module):
             x = x + self.positions
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        logits = logits.float() if self.has_wide_logits else logits
+        return F.cross_entropy(logits, labels.flatten())
 
 
 def build_row_model(config: RowShape | Mapping[str, Any]) -> tuple[nn.Module, tuple[Any, ...],
@@ -213,7 +215,7 @@ def probe_of(shape: RowShape) -> RowShape:
     kv_heads = _PROBE.heads if shape.kv_heads == shape.heads else _FEWER_KV_HEADS
     return replace(
         _PROBE, family=shape.family, kv_heads=kv_heads, gated_mlp=shape.gated_mlp,
-        tied_embeddings=shape.tied_embeddings, dtype=shape.dtype,
+        tied_embeddings=shape.tied_embeddings, dtype=shape.dtype, wide_logits=shape.wide_logits,
     )  # fmt: skip
 
 

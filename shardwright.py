@@ -25,6 +25,7 @@ from ir.promote import promote
 from ir.trace import find_loss, trace
 from planner import plan as plan_graph
 from planner.pins import Pins, meshes
+from prediction import add_predict_command, predict
 from runtime.batch import tensor_leaves
 from runtime.compare import (
     Run,
@@ -42,7 +43,7 @@ from runtime.trainer import connect
 
 __all__ = [
     "Cluster", "Graph", "Plan", "Program", "check", "compile", "emit", "load_model", "load_plan",
-    "plan", "plan_graph", "trace",
+    "plan", "plan_graph", "predict", "trace",
 ]  # fmt: skip
 
 OK, USAGE, REFUSED, DIFFERENT, INTERRUPTED = 0, 2, 3, 4, 130
@@ -390,6 +391,7 @@ def _parser() -> argparse.ArgumentParser:
         for flag in (*flags, "--json"):
             command.add_argument(flag, **FLAGS[flag])
         command.set_defaults(run=run)
+    add_predict_command(commands)
     return parser
 
 

@@ -140,6 +140,7 @@ def flow(graph: Graph) -> Flow:
 
 def needs_whole_batch(graph: Graph, batch_flow: Flow) -> str | None:
     """Why several micro-batches can't give the one-device result, or None if they can."""
+    alike: set[tuple[object, ...]] = set()
     for index, call in enumerate(graph.calls):
         block = graph.blocks[call.block]
         result = batch_flow.spread_of(graph, index)
@@ -148,6 +149,10 @@ def needs_whole_batch(graph: Graph, batch_flow: Flow) -> str | None:
             name for name, value in zip(block.inputs, call.arguments, strict=True)
             if value in batch_flow.early
         }  # fmt: skip
+        key = (call.block, batch_flow.calls[index], frozenset(early))
+        if key in alike:
+            continue
+        alike.add(key)
         known = early_values(block, early)
         for node, name, _ in result.gathers(block):
             if not once or name not in known:

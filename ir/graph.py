@@ -112,11 +112,17 @@ class Node:
 
 def references(argument: Any) -> Iterator[Ref]:
     """Every `Ref` inside a nested argument, in order."""
+    found: list[Ref] = []
+    _collect(argument, found)
+    return iter(found)
+
+
+def _collect(argument: Any, found: list[Ref]) -> None:
     if isinstance(argument, Ref):
-        yield argument
+        found.append(argument)
     elif isinstance(argument, tuple):
         for item in argument:
-            yield from references(item)
+            _collect(item, found)
 
 
 def needed(nodes: Sequence[Node], roots: Iterable[str]) -> tuple[Node, ...]:

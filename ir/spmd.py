@@ -152,14 +152,20 @@ class Spmd:
 
     def gradient_place(self, name: str) -> Placement:
         """The tensor-axis placement of a parameter's accumulated gradient."""
+        return self.gradient_places.get(name, self.state[name])
+
+    @cached_property
+    def gradient_places(self) -> dict[str, Placement]:
+        """Of every value of the graph that gets a gradient, as its first user makes it."""
+        found: dict[str, Placement] = {}
         for variant, kind in enumerate(self.kinds):
             for index in kind.calls:
                 call = self.graph.calls[index]
                 names = dict(zip(kind.block.inputs, call.arguments, strict=True))
                 for value, gradient in self.lowered[variant].gradients:
-                    if names[value] == name:
-                        return self.lowered[variant].layouts[gradient].tensor
-        return self.state[name]
+                    place = self.lowered[variant].layouts[gradient].tensor
+                    found.setdefault(names[value], place)
+        return found
 
     def state_type(self, name: str) -> TensorType:
         """The local type of a state tensor."""

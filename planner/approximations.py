@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 
+from ir.cluster import Cluster
 from ir.graph import Block
 from ir.layout import Replicate
 from ir.ops import op_def
@@ -18,7 +19,8 @@ from planner.ports import divides
 
 LARGE_SHARE = 0.01
 """A parameter with more than this part of all parameters is worth a note when it is not cut."""
-COST_NOTE = "seconds are a roofline and alpha-beta estimate from data sheets, not measured"
+ROOFLINE_NOTE = "seconds are a roofline and alpha-beta estimate from data sheets, not measured"
+SHAPE_NOTE = "seconds are estimated by shape from published measurements, not measured here"
 
 
 def divides_something(kinds: tuple[Variant, ...], degree: int) -> bool:
@@ -26,7 +28,7 @@ def divides_something(kinds: tuple[Variant, ...], degree: int) -> bool:
     return any(divides(kind.factors, leaf, degree) for kind in kinds for leaf in kind.factors.size)
 
 
-def approximations(work: Workload, best: Evaluated) -> tuple[str, ...]:
+def approximations(work: Workload, best: Evaluated, cluster: Cluster) -> tuple[str, ...]:
     """All notes, in a stable order."""
     mesh = best.candidate.mesh
     notes: list[str] = []
@@ -36,7 +38,8 @@ def approximations(work: Workload, best: Evaluated) -> tuple[str, ...]:
         notes += [*_whole_parameters(work, best), *_whole_work(best)]
     if mesh.tensor > 1 and not divides_something(work.kinds, mesh.tensor):
         notes.append(f"tensor={mesh.tensor} divides no factor: its ranks all do the same work")
-    return (*dict.fromkeys(notes), COST_NOTE)
+    notes.append(ROOFLINE_NOTE if cluster.device.sm_count == 0 else SHAPE_NOTE)
+    return tuple(dict.fromkeys(notes))
 
 
 def _unknown_operations(work: Workload) -> list[str]:

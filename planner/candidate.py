@@ -18,12 +18,22 @@ from ir.plan import Placed, Prediction, StageCost
 from ir.spmd import Spmd, StageCall
 from ir.variants import Variant
 from planner.cost import CostModel
+from planner.exchange import Exchange, Load, exchange, exposed_send_s, exposed_tensor_s
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import Seconds, StateCost, state_cost
 from planner.recompute import MenuPoint
-from planner.schedule import bubble_s, in_flight, pipeline_step_s
-from planner.stage_problem import Choice, Point, Run, StagePlan, StageProblem
+from planner.schedule import StageTime, bubble_s, held_batches, pipeline_step_s
+from planner.stage_bytes import early_bytes, gathered_bytes, point_of, stage_cost
+from planner.stage_problem import (
+    Assignment,
+    Choice,
+    Point,
+    Run,
+    StagePlan,
+    StageProblem,
+    price,
+)
 from planner.stages import plan_stages
 
 ATTEMPTS = 3
@@ -59,6 +69,13 @@ class Workload:
 def evaluate(work: Workload, candidate: Candidate, found: Pieces, cost: CostModel) -> Evaluated:
     """The best stages of a candidate; `Refused` if it does not fit."""
     return _Evaluation(work, candidate, found, cost).run()
+
+
+def evaluate_stages(
+    work: Workload, candidate: Candidate, found: Pieces, cost: CostModel, assignment: Assignment
+) -> Evaluated:  # fmt: skip
+    """A candidate with given stages, whether or not they fit."""
+    return _Evaluation(work, candidate, found, cost).given(assignment)
 
 
 class _Evaluation:
@@ -102,6 +119,14 @@ class _Evaluation:
             if room <= 0 or attempt == ATTEMPTS - 1:
                 break
         raise Refused(self._excess(prediction))
+
+    def given(self, assignment: Assignment) -> Evaluated:
+        """The stages as they are given; runs and points count as in `runs` and the menus."""
+        plan = price(self._problem(self.cost.capacity_bytes), assignment)
+        program, stages = self._placed(plan)
+        prediction = self._prediction(program, plan)
+        used = replace(program, keeps=_used_keeps(program))
+        return Evaluated(self.candidate, self.found, used, stages, prediction)
 
     def _excess(self, prediction: Prediction) -> str:
         """The fullest stage and its largest part."""
@@ -159,12 +184,13 @@ class _Evaluation:
             if owners[name] == r:
                 state += self.state[name]
         n = len(calls)
-        prologue = self.found.times[variant].prologue.times(1 / self.candidate.micro_batches)
+        added_s = self._accumulate_s(state) / n
         points = tuple(
             Point(
-                (point.forward + prologue).total_s, point.backward.total_s,
+                self._forward(variant, point).total_s,
+                self._backward(point).total_s + added_s,
                 point.saved_bytes + self._input_bytes(variant, calls, point),
-                state.held_bytes / n, point.transient_bytes + self._early_bytes(variant),
+                state.held_bytes / n, point.transient_bytes + early_bytes(self.found, variant),
                 point.label,
             )
             for point in self.found.menus[variant]
@@ -172,9 +198,33 @@ class _Evaluation:
         name = self.work.graph.calls[calls[0]].path or self.work.kinds[variant].block.name
         return Run(name, n, points, state.sync_s / n, state.update_s / n)
 
-    def _early_bytes(self, variant: int) -> int:
-        lowered = self.found.lowered[variant]
-        return sum(lowered.types[name].bytes(1) for name in lowered.early)
+    def _forward(self, variant: int, point: MenuPoint) -> Seconds:
+        """One micro-batch through one block, with its share of the prologue; the slower of the
+        device and the host that launches its kernels."""
+        prologue = self.found.times[variant].prologue.times(1 / self.candidate.micro_batches)
+        seconds = self._pipelined(point.forward) + prologue
+        return seconds.at_least(self.cost.host_s(seconds.launches))
+
+    def _backward(self, point: MenuPoint) -> Seconds:
+        seconds = self._pipelined(point.backward)
+        return seconds.at_least(self.cost.host_s(seconds.launches))
+
+    def _pipelined(self, seconds: Seconds) -> Seconds:
+        exposed_s = exposed_tensor_s(seconds.communication_s, seconds.compute_s, self.cost)
+        return replace(seconds, communication_s=exposed_s)
+
+    def _accumulate_s(self, state: StateCost) -> float:
+        """Per micro-batch: its gradients are added up, where there are several."""
+        return self.cost.accumulate_s(state.summed_bytes) if self._accumulates else 0.0
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.candidate.micro_batches > 1
+
+    @property
+    def _virtual(self) -> int:
+        """Pieces of the model per pipeline rank."""
+        return self.cost.traits.virtual_stages if self.candidate.mesh.pipeline > 1 else 1
 
     def _input_bytes(self, variant: int, calls: Sequence[int], point: MenuPoint) -> float:
         """Held inputs; one that many calls share is divided among the calls of a stage."""
@@ -198,7 +248,7 @@ class _Evaluation:
             if value in program.makers and program.makers[value][0] < middle
         }  # fmt: skip
         for value in sorted(crossing):
-            ways = 2 if value in program.has_gradient else 1
+            ways = 2 if value in program.has_gradient and not self.cost.sends_meet else 1
             seconds += ways * self.cost.send_s(program.local_type_of(value).bytes(1), stage)
         return seconds
 
@@ -223,88 +273,105 @@ class _Evaluation:
         return replace(self.program, stages=tuple(stages)), tuple(placed)
 
     def _prediction(self, program: Spmd, plan: StagePlan) -> Prediction:
-        candidate = self.candidate
-        forward, backward = self._stage_seconds(program)
-        pairs = list(zip(forward, backward, strict=True))
+        candidate, virtual = self.candidate, self._virtual
+        pairs = self._stage_seconds(program)
+        moves = [self._exchange(program, s, f, b) for s, (f, b) in enumerate(pairs)]
+        pairs = [
+            (f + Seconds(0.0, move.forward_s), b + Seconds(0.0, move.backward_s))
+            for (f, b), move in zip(pairs, moves, strict=True)
+        ]
         times = [(f.total_s, b.total_s) for f, b in pairs]
-        tails = [self._tail(program, stage) for stage in range(len(program.stages))]
-        tail = max(tails, key=lambda pair: pair[0] + pair[1])
-        pipeline_s = pipeline_step_s(times, candidate.micro_batches, candidate.schedule)
+        sync_s, update_s = self._tail(program, moves, [b for _, b in times])
+        count, schedule = candidate.micro_batches, candidate.schedule
         busy = max(pairs, key=lambda pair: pair[0].total_s + pair[1].total_s)
-        total = (busy[0] + busy[1]).times(candidate.micro_batches)
-        step_s = pipeline_s + sum(tail)
+        total = (busy[0] + busy[1]).times(count)
+        step_s = pipeline_step_s(times, count, schedule, virtual) + sync_s + update_s
         return Prediction(
-            step_s, total.compute_s, total.communication_s + tail[0],
-            bubble_s(times, candidate.micro_batches, candidate.schedule), tail[1],
+            step_s, total.compute_s, total.communication_s + sync_s,
+            bubble_s(times, count, schedule, virtual), update_s,
             min(plan.bound_s, step_s), int(self.cost.capacity_bytes),
-            tuple(
-                self._stage_cost(program, s, f.total_s, b.total_s)
-                for s, (f, b) in enumerate(pairs)
-            ),
+            tuple(self._stage_cost(program, s, pair) for s, pair in enumerate(times)),
         )  # fmt: skip
 
-    def _stage_seconds(self, program: Spmd) -> tuple[list[Seconds], list[Seconds]]:
-        """Forward and backward of a micro-batch, with the actual sends on both their sides."""
+    def _stage_seconds(self, program: Spmd) -> list[tuple[Seconds, Seconds]]:
+        """Forward and backward of a micro-batch, with the actual sends: on both their sides, or
+        on the sender's where they meet what comes back."""
         forward = [Seconds() for _ in program.stages]
         backward = list(forward)
-        share = 1 / self.candidate.micro_batches
         for s, calls in enumerate(program.stages):
             for placed in calls:
-                point = self._point(placed)
-                prologue = self.found.times[placed.variant].prologue.times(share)
-                forward[s] += point.forward + prologue
-                backward[s] += point.backward
+                point = point_of(self.found, placed)
+                forward[s] += self._forward(placed.variant, point)
+                backward[s] += self._backward(point)
+            backward[s] += Seconds(self._accumulate_s(self._state_of_stage(program, s)))
         for message in program.messages:
-            send = Seconds(0.0, self.cost.send_s(message.type.bytes(1), message.source))
-            for s in (message.source, message.target):
-                forward[s] += send
-                backward[s] += send if message.gradient else Seconds()
-        return forward, backward
+            send_s = self.cost.send_s(message.type.bytes(1), message.source)
+            ends = (message.source, message.target)
+            for s in ends[:1] if self.cost.sends_meet else ends:
+                exposed_s = exposed_send_s(send_s, forward[s].compute_s, self._virtual)
+                forward[s] += Seconds(0.0, exposed_s)
+            for s in ends[1:] if self.cost.sends_meet else ends:
+                if message.gradient:
+                    exposed_s = exposed_send_s(send_s, backward[s].compute_s, self._virtual)
+                    backward[s] += Seconds(0.0, exposed_s)
+        return list(zip(forward, backward, strict=True))
 
-    def _point(self, placed: StageCall) -> MenuPoint:
-        return next(p for p in self.found.menus[placed.variant] if p.label == placed.keep)
+    def _exchange(
+        self, program: Spmd, stage: int, forward: Seconds, backward: Seconds
+    ) -> Exchange:
+        """What the data axis adds on a stage."""
+        state = self._state_of_stage(program, stage)
+        load = Load(
+            state.exchanged_bytes, state.gathered_bytes, len(program.stages[stage]),
+            forward.total_s, backward.total_s,
+        )  # fmt: skip
+        return exchange(load, self.cost)
 
     def _stage_state(self, program: Spmd, stage: int) -> list[str]:
         names = self._names([p.index for p in program.stages[stage]])
         unused = [name for name in self.state if not self.uses.get(name)] if stage == 0 else []
         return [*names, *unused]
 
-    def _tail(self, program: Spmd, stage: int) -> tuple[float, float]:
-        """Seconds once per step: gradients exchanged, parameters updated."""
-        sync_s = update_s = 0.0
+    def _state_of_stage(self, program: Spmd, stage: int) -> StateCost:
+        total = StateCost()
+        for name in self._stage_state(program, stage):
+            total += self.state[name]
+        return total
+
+    def _tail(
+        self, program: Spmd, moves: Sequence[Exchange], backward_s: Sequence[float]
+    ) -> tuple[float, float]:
+        """Exposed seconds once per step: gradients exchanged, parameters updated.
+
+        The slowest stage's; where exchanges overlap, a later stage starts its own while the last
+        backward still runs on the earlier ones.
+        """
+        tails = []
+        for s, move in enumerate(moves):
+            state, lead_s = self._state_of_stage(program, s), 0.0
+            if self.cost.traits.overlap_gradients:
+                lead_s = sum(backward_s[:s]) / self._virtual
+            sync_s = state.sync_s + move.step_s + self._tied_s(program, s)
+            tails.append((max(0.0, sync_s - lead_s), state.update_s))
+        return max(tails, key=sum)
+
+    def _tied_s(self, program: Spmd, stage: int) -> float:
+        """Gradients of parameters that several stages hold are summed over these."""
+        seconds = 0.0
         for name in self._stage_state(program, stage):
             item = self.state[name]
-            sync_s, update_s = sync_s + item.sync_s, update_s + item.update_s
             if item.gradient_bytes and len(program.stages_of_state(name)) > 1:
-                sync_s += 2 * self.cost.send_s(item.gradient_bytes)
-        return sync_s, update_s
+                seconds += 2 * self.cost.send_s(item.gradient_bytes)
+        return seconds
 
-    def _stage_cost(
-        self, program: Spmd, stage: int, forward_s: float, backward_s: float
-    ) -> StageCost:
-        """Bytes: state once, what is kept per micro-batch in flight, the largest working set."""
-        candidate, state = self.candidate, StateCost()
-        for name in self._stage_state(program, stage):
-            state += self.state[name]
-        held: dict[object, int] = {}
-        transient = 0
-        for placed in program.stages[stage]:
-            point, storage = self._point(placed), self.found.storages[placed.variant]
-            early = self._early_bytes(placed.variant)
-            transient = max(transient, point.transient_bytes + early)
-            call, block = program.call(placed), program.block(placed)
-            values = dict(zip(block.inputs, call.arguments, strict=True))
-            values |= dict(
-                zip(self.found.lowered[placed.variant].outputs, call.results, strict=True)
-            )
-            for name in (*point.saved, *point.inputs):
-                held[values.get(name, (placed.index, name))] = storage.size_bytes[name]
-        flights = in_flight(
-            stage, len(program.stages), candidate.micro_batches, candidate.schedule
+    def _stage_cost(self, program: Spmd, stage: int, times: StageTime) -> StageCost:
+        candidate = self.candidate
+        flights = held_batches(
+            stage, len(program.stages), candidate.micro_batches, candidate.schedule, self._virtual
         )  # fmt: skip
-        return StageCost(
-            forward_s, backward_s, state.parameter_bytes, state.gradient_bytes,
-            state.optimizer_bytes, flights * sum(held.values()), transient,
+        return stage_cost(
+            program, stage, self.found, self._state_of_stage(program, stage),
+            gathered_bytes(program, stage, self.state, self.cost), flights, times,
         )  # fmt: skip
 
 

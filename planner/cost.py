@@ -1,7 +1,8 @@
 """What an op, a collective, a send and the optimizer step cost, in seconds.
 
-Input: work in FLOPs and bytes, by kind. Output: seconds on one device of a cluster, under a mesh.
-`CostModel` is the interface that the planner sees; `Roofline` is the model from data sheets.
+Input: `Work` (shapes, FLOPs, bytes). Output: seconds on one device of a cluster, under a mesh.
+`CostModel` is the interface that the planner sees; `Roofline` is the model from rates alone, for
+devices of which no more is known (`planner.calibrated` is the one for GPUs).
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from math import log2
 from typing import Protocol
 
 from ir.cluster import Cluster, Mesh
+from planner.traits import Traits
+from planner.work import Work
 
 KINDS = ("matmul", "conv", "attention", "memory", "view", "collective")
 
@@ -25,8 +28,32 @@ class CostModel(Protocol):
     def capacity_bytes(self) -> int:
         """Memory that a plan may fill on one device."""
 
-    def compute_s(self, kind: str, flops: float, moved_bytes: float, dtype: str) -> float:
-        """One kernel: `flops` in `dtype`, `moved_bytes` read and written."""
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh whose axes `collective_s` knows."""
+
+    @property
+    def traits(self) -> Traits:
+        """How the step is executed."""
+
+    @property
+    def sends_meet(self) -> bool:
+        """Whether an activation's way and a gradient's way back take the time of one."""
+
+    def compute_s(self, work: Work) -> float:
+        """One kernel on the device."""
+
+    def group_s(self, moved_bytes: float) -> float:
+        """One fused kernel that reads and writes `moved_bytes` at its boundary."""
+
+    def inner_bytes(self, work: Work) -> tuple[float, float]:
+        """Beside operands and results: what is kept for backward, and needed while it runs."""
+
+    def host_s(self, launches: float) -> float:
+        """What the host needs to launch that many kernels; 0 where it is never waited for."""
+
+    def accumulate_s(self, gradient_bytes: float) -> float:
+        """Adding a micro-batch's gradients to what is there."""
 
     def collective_s(self, op: str, size_bytes: float, axis: str) -> float:
         """One collective over a group of `axis`.
@@ -58,11 +85,21 @@ class Roofline:
         """Memory of a device less its reserve."""
         return self.cluster.device.usable_bytes
 
-    def compute_s(self, kind: str, flops: float, moved_bytes: float, dtype: str) -> float:
+    @property
+    def traits(self) -> Traits:
+        """The defaults: nothing is fused or overlapped."""
+        return Traits()
+
+    @property
+    def sends_meet(self) -> bool:
+        """No: processes of one machine share its memory."""
+        return False
+
+    def compute_s(self, work: Work) -> float:
         """Seconds of one kernel. Views are free; a collective's time is `collective_s`."""
         device = self.cluster.device
-        peak = device.peak_flops_per_s(dtype)
-        match kind:
+        peak = device.peak_flops_per_s(work.dtype)
+        match work.kind:
             case "view" | "collective":
                 return 0.0
             case "matmul" | "conv":
@@ -72,9 +109,25 @@ class Roofline:
             case "memory":  # elementwise and reductions compute in float32 units
                 flops_per_s = device.peak_flops_per_s("float32")
             case _:
-                raise ValueError(f"unknown kind of work {kind!r}; known: {', '.join(KINDS)}")
-        memory_s = moved_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_fraction)
-        return max(flops / flops_per_s, memory_s, device.kernel_launch_s)
+                raise ValueError(f"unknown kind of work {work.kind!r}; known: {', '.join(KINDS)}")
+        memory_s = work.moved_bytes / device.sustained_bandwidth_bytes_per_s
+        return max(work.flops / flops_per_s, memory_s, device.kernel_launch_s)
+
+    def group_s(self, moved_bytes: float) -> float:
+        """As one memory-bound kernel."""
+        return self.compute_s(Work("memory", 0.0, moved_bytes, "float32"))
+
+    def inner_bytes(self, work: Work) -> tuple[float, float]:
+        """None: kernels are taken as fused."""
+        return 0.0, 0.0
+
+    def host_s(self, launches: float) -> float:
+        """Each kernel has the host's time in it already."""
+        return 0.0
+
+    def accumulate_s(self, gradient_bytes: float) -> float:
+        """Left out: it is the same for all plans."""
+        return 0.0
 
     def collective_s(self, op: str, size_bytes: float, axis: str) -> float:
         """Seconds of one collective.
@@ -136,4 +189,4 @@ class Roofline:
 
     def optimizer_s(self, parameter_bytes: float, state_bytes: float) -> float:
         """Memory-bound: read the gradient, read and write the parameter and the state."""
-        return self.compute_s("memory", 0.0, 3 * parameter_bytes + 2 * state_bytes, "float32")
+        return self.group_s(3 * parameter_bytes + 2 * state_bytes)

@@ -19,8 +19,8 @@ from math import ceil
 
 from ir.cluster import Cluster, Mesh
 from ir.graph import DTYPE_BYTES
+from planner.calibrated import cost_model
 from planner.candidate import Workload
-from planner.cost import Roofline
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import OPTIMIZER_TENSORS
@@ -126,7 +126,7 @@ class Estimates:
 
     def _tail_s(self, mesh: Mesh) -> float:
         """Gradients over the data axis and the update, shared evenly by stages and shards."""
-        cost = Roofline(self.cluster, mesh)
+        cost = cost_model(self.cluster, mesh)
         size_bytes = self._parameter_bytes(trainable=True) / (mesh.pipeline * mesh.tensor)
         state_bytes = OPTIMIZER_TENSORS[self.work.optimizer] * size_bytes
         sync_s = cost.collective_s("all_reduce", size_bytes, "data")
@@ -163,7 +163,7 @@ class Estimates:
     def _room_bytes(self, candidate: Candidate) -> float:
         """What all stages together can keep of one micro-batch: sum of room / in flight."""
         mesh, count = candidate.mesh, candidate.micro_batches
-        room = Roofline(self.cluster, mesh).capacity_bytes - self._held_bytes(mesh)
+        room = cost_model(self.cluster, mesh).capacity_bytes - self._held_bytes(mesh)
         room -= self._transient_bytes(candidate)
         flights = (in_flight(s, mesh.pipeline, count, candidate.schedule)
                    for s in range(mesh.pipeline))  # fmt: skip
@@ -171,7 +171,8 @@ class Estimates:
 
     def may_fit(self, candidate: Candidate) -> bool:
         """Whether the state and the least activations, divided evenly, leave room."""
-        if self._held_bytes(candidate.mesh) > Roofline(self.cluster, candidate.mesh).capacity_bytes:
+        room = cost_model(self.cluster, candidate.mesh).capacity_bytes
+        if self._held_bytes(candidate.mesh) > room:
             return False
         least, _ = self._cheapest(candidate, LARGEST_PRICE_S)
         return least <= self._room_bytes(candidate)

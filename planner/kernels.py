@@ -24,6 +24,8 @@ _LOW_PRECISIONS = ("float8_e4m3fn", "float8_e5m2", "mxfp8", "nvfp4")
 # Kernels that load 16 bytes at a time need rows of a multiple of that. Others are about twice as
 # slow: GPT-2 gained 25 % of a step on A100 when its vocabulary, 30 % of its products, was padded
 # from 50257 to 50304 (Karpathy, nanoGPT).
+# Batched ones fall back to the vector units: runs of unfused attention with head dimensions 150 and
+# 108 take about a quarter longer than with 128 or 144 (bigscience-a100 in benchmarks/data).
 _VECTOR_BYTES = 16
 _MISALIGNED = 2.0
 # PyTorch in eager mode on a recent server CPU: dispatch, autograd's node, cudaLaunchKernel.
@@ -56,6 +58,8 @@ def matmul_s(device: Device, m: int, n: int, k: int, dtype: str, batch: int = 1)
     rate = peak * max(sustained, device.burst_fraction)
     if n * in_bytes % _VECTOR_BYTES or k * in_bytes % _VECTOR_BYTES:
         rate /= _MISALIGNED
+        if batch > 1:  # libraries have no such kernels on tensor units
+            rate = min(rate, device.peak_flops_per_s("float32"))
     grid_s = best_grid_s(device, m, n, k, batch=batch, in_bytes=in_bytes, rate_flops_per_s=rate)
     return max(floor_s, grid_s) + device.kernel_fixed_s
 

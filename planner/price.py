@@ -6,18 +6,19 @@ of any list of its nodes; of a stage's state its bytes and the seconds to sync a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ir.graph import Node, TensorType, references
 from ir.layout import DATA
 from ir.lower import Lowered
 from ir.ops import op_def
-from ir.ops.table import flops
 from ir.spmd import Spmd
 from planner.cost import CostModel
-from planner.sharding import compute_dtype
+from planner.exchange import is_bucketed, zero_members
+from planner.fusion import groups
 from planner.storage import Storage
+from planner.work import Work, work_of
 
 COLLECTIVES = frozenset(
     ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shard", "first")
@@ -30,10 +31,11 @@ CROSS_ENTROPY_REDUCTIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Time of a list of nodes."""
+    """Time of a list of nodes on the device, and how many kernels the host launches for them."""
 
     compute_s: float = 0.0
     communication_s: float = 0.0
+    launches: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -41,11 +43,19 @@ class Seconds:
 
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(
-            self.compute_s + other.compute_s, self.communication_s + other.communication_s
-        )
+            self.compute_s + other.compute_s, self.communication_s + other.communication_s,
+            self.launches + other.launches,
+        )  # fmt: skip
 
     def times(self, factor: float) -> Seconds:
-        return Seconds(self.compute_s * factor, self.communication_s * factor)
+        return Seconds(
+            self.compute_s * factor, self.communication_s * factor, self.launches * factor
+        )
+
+    def at_least(self, host_s: float) -> Seconds:
+        """The same while the device waits for a host that needs `host_s`."""
+        waiting_s = max(0.0, host_s - self.total_s)
+        return Seconds(self.compute_s + waiting_s, self.communication_s, self.launches)
 
 
 def node_seconds(
@@ -54,30 +64,36 @@ def node_seconds(
 ) -> Seconds:  # fmt: skip
     """Seconds of one node; a view that has to copy costs its bytes."""
     types = lowered.types if types is None else types
-    names = [ref.name for ref in references((node.args, node.kwargs))]
-    results = [name for name in node.outputs if name in types]
     if node.op in COLLECTIVES:
+        names = node.inputs
+        results = [name for name in node.outputs if name in types]
         pair = (types[names[0]].bytes(1), types[results[0]].bytes(1))
         size_bytes = pair[0] if node.op == "all_to_all" else max(pair)
-        return Seconds(0.0, cost.collective_s(node.op, size_bytes, node.args[1]))
+        seconds = cost.collective_s(node.op, size_bytes, node.args[1])
+        return Seconds(0.0, seconds, float(seconds > 0))
+    work = node_work(node, types, storage)
+    launches = 0.0 if work.kind == "view" else float(work.kernels)
+    communication_s = _inner_communication_s(lowered, node, types, cost)
+    return Seconds(cost.compute_s(work), communication_s, launches)
+
+
+def node_work(node: Node, types: Mapping[str, TensorType], storage: Storage | None) -> Work:
+    """The work of a node of a lowered block; a view that can't alias copies."""
     kind = op_def(node.op).kind
     if kind == "view" and storage is not None and not storage.is_alias(node):
         kind = "memory"
-    shapes = {name: tuple(int(s) for s in types[name].shape) for name in (*names, *results)}
-    shapes.setdefault(node.outputs[0], ())
-    moved = sum(types[name].bytes(1) for name in (*names, *results))
-    compute_s = cost.compute_s(kind, flops(node, shapes), moved, compute_dtype(types, names))
-    return Seconds(compute_s, _inner_communication_s(lowered, node, results, types, cost))
+    names = [ref.name for ref in references((node.args, node.kwargs))]
+    results = [types[name] for name in node.outputs if name in types]
+    return work_of(node, [types[name] for name in names], results, kind)
 
 
 def _inner_communication_s(
-    lowered: Lowered, node: Node, results: list[str], types: Mapping[str, TensorType],
-    cost: CostModel,
-) -> float:  # fmt: skip
+    lowered: Lowered, node: Node, types: Mapping[str, TensorType], cost: CostModel
+) -> float:
     chosen = lowered.chosen.get(node.outputs[0])
     if chosen is None or not chosen.communicates:
         return 0.0
-    size_bytes = types[results[0]].bytes(1)
+    size_bytes = types[node.outputs[0]].bytes(1)
     return CROSS_ENTROPY_REDUCTIONS * cost.collective_s("all_reduce", size_bytes, "tensor")
 
 
@@ -85,20 +101,32 @@ def _inner_communication_s(
 class NodeTimes:
     """The seconds of every node of a lowered block, by its first output.
 
-    The prologue's are in `early`: its nodes may define values of the same names.
+    The prologue's are in `early`: its nodes may define values of the same names. Where memory-bound
+    ops are fused, `of` has what each takes alone and `total` what the groups of a list take.
+    `inner`: bytes that a node keeps for backward, and needs while it runs, beside its values.
     """
 
     of: dict[str, Seconds]
     early: dict[str, Seconds]
+    storage: Storage
+    cost: CostModel
+    inner: dict[str, tuple[float, float]]
 
     @property
     def prologue(self) -> Seconds:
         return sum(self.early.values(), Seconds())
 
-    def total(self, nodes: Iterable[Node]) -> Seconds:
+    def total(self, nodes: Sequence[Node], wanted: Collection[str] = ()) -> Seconds:
+        """Of a list of nodes whose values `wanted` are read outside it."""
         found = Seconds()
+        fused: set[str] = set()
+        if self.cost.traits.fused_elementwise:
+            for group in groups(nodes, self.storage, wanted, COLLECTIVES):
+                found += Seconds(self.cost.group_s(group.moved_bytes), 0.0, 1.0)
+                fused |= set(group.nodes)
         for node in nodes:
-            found += self.of[node.outputs[0]]
+            alone = self.of[node.outputs[0]]
+            found += Seconds(0.0, alone.communication_s) if node.outputs[0] in fused else alone
         return found
 
 
@@ -109,18 +137,31 @@ def node_times(lowered: Lowered, storage: Storage, cost: CostModel) -> NodeTimes
         for n in lowered.prologue
     }
     nodes = (*lowered.forward, *lowered.backward)
-    return NodeTimes({n.outputs[0]: node_seconds(lowered, n, cost, storage) for n in nodes}, early)
+    found = {n.outputs[0]: node_seconds(lowered, n, cost, storage) for n in nodes}
+    inner = {
+        n.outputs[0]: cost.inner_bytes(node_work(n, lowered.types, storage))
+        for n in nodes if n.op not in COLLECTIVES and op_def(n.op).kind != "view"
+    }  # fmt: skip
+    return NodeTimes(found, early, storage, cost, {n: b for n, b in inner.items() if any(b)})
 
 
 @dataclass(frozen=True, slots=True)
 class StateCost:
-    """Bytes per device of state tensors; seconds per step to sync gradients and to update."""
+    """Bytes per device of state tensors; seconds per step to sync gradients and to update.
+
+    `exchanged_bytes` and `gathered_bytes`: gradients and parameters that the data axis moves in
+    buckets (`planner.exchange`); what it moves tensor by tensor is in `sync_s`. `summed_bytes`:
+    gradients that every micro-batch adds up.
+    """
 
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     sync_s: float = 0.0
     update_s: float = 0.0
+    exchanged_bytes: int = 0
+    gathered_bytes: int = 0
+    summed_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -132,21 +173,45 @@ class StateCost:
             self.gradient_bytes + other.gradient_bytes,
             self.optimizer_bytes + other.optimizer_bytes,
             self.sync_s + other.sync_s, self.update_s + other.update_s,
+            self.exchanged_bytes + other.exchanged_bytes,
+            self.gathered_bytes + other.gathered_bytes,
+            self.summed_bytes + other.summed_bytes,
         )  # fmt: skip
 
 
+MASTER_BYTES = 4
+"""Of a parameter's fp32 copy, and of each tensor of optimizer state beside it."""
+
+
 def state_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateCost:
-    """What holding, syncing and updating one state tensor takes on a stage that has it."""
-    held_bytes = spmd.state_type(name).bytes(1)
+    """What holding, syncing and updating one state tensor takes on a stage that has it.
+
+    ZeRO divides optimizer state (stage 1), gradients (2) and parameters (3) over its group. With
+    master weights stage 3 holds only these, and gathers copies in the parameter's dtype.
+    """
+    local = spmd.state_type(name)
+    held_bytes, traits = local.bytes(1), cost.traits
     if not spmd.state_of[name].trainable:
         return StateCost(held_bytes)
+    bucketed, members = is_bucketed(cost), zero_members(cost)
     whole_bytes = spmd.state_of[name].type.bytes(1)
-    sync_s = 0.0
+    gradient = spmd.gradient_type(name)
+    wide = TensorType(gradient.shape, traits.gradient_dtype or gradient.dtype)
+    sync_s, exchanged = 0.0, 0
     for op, axis, _, _ in spmd.gradient_sync(name):
         size_bytes = held_bytes if axis == DATA or op == "all_to_all" else whole_bytes
-        sync_s += cost.collective_s(op, size_bytes, axis)
+        if axis == DATA and bucketed:
+            exchanged = TensorType(local.shape, wide.dtype).bytes(1)
+        else:
+            sync_s += cost.collective_s(op, size_bytes, axis)
     state_bytes = OPTIMIZER_TENSORS[optimizer] * held_bytes
+    if traits.master_weights:
+        state_bytes = (1 + OPTIMIZER_TENSORS[optimizer]) * MASTER_BYTES * local.elements(1)
+    parts = (members if traits.zero_stage >= stage else 1 for stage in (1, 2, 3))
+    of_state, of_gradients, of_parameters = parts
+    stored_bytes = 0 if of_parameters > 1 and traits.master_weights else held_bytes
     return StateCost(
-        held_bytes, spmd.gradient_type(name).bytes(1), state_bytes, sync_s,
-        cost.optimizer_s(held_bytes, state_bytes),
+        stored_bytes // of_parameters, wide.bytes(1) // of_gradients, state_bytes // of_state,
+        sync_s, cost.optimizer_s(held_bytes / of_state, state_bytes / of_state),
+        exchanged, held_bytes, wide.bytes(1),
     )  # fmt: skip

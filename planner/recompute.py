@@ -17,15 +17,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ir.graph import Node
 from ir.lower import Lowered
 from ir.recompute import backward_nodes, kept_values
+from planner.fusion import is_fusable
 from planner.liveness import peak_bytes
-from planner.price import NodeTimes, Seconds
+from planner.price import COLLECTIVES, NodeTimes, Seconds
 from planner.solver import Infeasible, Model, Solution, Variable
 from planner.storage import Storage
 
 BUDGETS = (0.75, 0.5, 0.25)
 """Interior points: these parts of what can be saved between keeping all and nothing."""
+STATISTICS = ("cross_entropy",)
+"""Fused ops whose small results are kept rather than made again."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class MenuPoint:
     """One way to run a block: time and bytes per micro-batch on one device.
 
     `kept`: the forward values held; `saved`: the storages of the block's own values among what
-    is held; `inputs`: the block's activation inputs that are held too.
+    is held; `inputs`: the block's activation inputs that are held too. `inner_bytes` of
+    `saved_bytes` are no values: kernels keep them by themselves.
     """
 
     label: str
@@ -45,6 +50,7 @@ class MenuPoint:
     saved_bytes: int
     input_bytes: int
     transient_bytes: int
+    inner_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -68,7 +74,8 @@ def menu(
     `allowed`: only "none", only "full", or "selective": the points between them, if there are any.
     """
     block = _Block(lowered, storage, times, always)
-    none = block.point("none", everything(lowered, storage, always))
+    fused = times.cost.traits.fused_elementwise
+    none = block.point("none", (boundary if fused else everything)(lowered, storage, always))
     full = block.point("full", frozenset())
     if allowed in ("none", "full"):
         return (none if allowed == "none" else full,)
@@ -76,6 +83,14 @@ def menu(
     if allowed == "selective":
         return _undominated(between) or (none,)
     return _undominated((none, *between, full))
+
+
+def named_point(
+    lowered: Lowered, storage: Storage, times: NodeTimes, always: frozenset[str], label: str,
+    kept: frozenset[str],
+) -> MenuPoint:  # fmt: skip
+    """The point that keeps just these forward values."""
+    return _Block(lowered, storage, times, always).point(label, kept)
 
 
 def everything(lowered: Lowered, storage: Storage, always: frozenset[str]) -> frozenset[str]:
@@ -91,6 +106,40 @@ def everything(lowered: Lowered, storage: Storage, always: frozenset[str]) -> fr
         return all(u in there or (u in makers and is_free(u)) for u in node.inputs)
 
     return frozenset(name for name in wanted if not is_free(name))
+
+
+def boundary(lowered: Lowered, storage: Storage, always: frozenset[str]) -> frozenset[str]:
+    """What fused kernels leave for backward: operands of products and attention, and what the
+    groups of backward start from when they make the values inside groups again."""
+    makers = {name: node for node in lowered.forward for name in node.outputs}
+    wanted = everything(lowered, storage, always)
+    kept = set(wanted & _heavily_read(lowered, storage))
+    seen: set[str] = set()
+
+    def bring(name: str) -> None:
+        if name in kept or name in seen or name not in makers:
+            return
+        seen.add(name)
+        node = makers[name]
+        if is_fusable(node, COLLECTIVES) and node.op not in STATISTICS:
+            for source in node.inputs:
+                bring(source)
+        else:
+            kept.add(name)
+
+    for name in sorted(wanted):
+        bring(name)
+    return frozenset(kept)
+
+
+def _heavily_read(lowered: Lowered, storage: Storage) -> set[str]:
+    """Values that products, attention and collectives of backward read, also through views."""
+    found: set[str] = set()
+    for node in reversed(lowered.backward):
+        through = storage.is_alias(node) if node.outputs[0] in storage.owner else False
+        if not is_fusable(node, COLLECTIVES) or (through and found & set(node.outputs)):
+            found.update(node.inputs)
+    return found
 
 
 @dataclass(frozen=True)
@@ -114,11 +163,23 @@ class _Block:
         owners = dict.fromkeys(storage.owner[name] for name in held)
         saved = tuple(o for o in owners if o not in lowered.block.inputs)
         inputs = tuple(o for o in owners if o in self.activations)
+        inner_bytes = self._inner_kept(backward)
         return MenuPoint(
-            label, kept, self.times.total(lowered.forward), self.times.total(backward), saved,
-            inputs, storage.bytes_of(saved), storage.bytes_of(inputs),
-            max(self._forward_bytes(held), self._backward_bytes(backward, held)),
+            label, kept, self.times.total(lowered.forward, {*held, *lowered.outputs}),
+            self.times.total(backward, {g for _, g in lowered.gradients}), saved, inputs,
+            storage.bytes_of(saved) + inner_bytes, storage.bytes_of(inputs),
+            max(self._forward_bytes(held), self._backward_bytes(backward, held))
+            + self._inner_working(), inner_bytes,
         )  # fmt: skip
+
+    def _inner_kept(self, backward: Iterable[Node]) -> int:
+        """What kernels of forward keep by themselves, unless they run again."""
+        again = {node.outputs[0] for node in backward}
+        inner = self.times.inner
+        return int(sum(b for name, (b, _) in inner.items() if name not in again))
+
+    def _inner_working(self) -> int:
+        return int(max((b for _, b in self.times.inner.values()), default=0.0))
 
     def _forward_bytes(self, held: tuple[str, ...]) -> int:
         """Beside what is kept: working values, inputs that die here, outputs."""
@@ -127,7 +188,7 @@ class _Block:
             until_end=self.lowered.outputs, uncounted=[*held, *self.always, *self.lowered.early],
         )  # fmt: skip
 
-    def _backward_bytes(self, backward: Iterable[object], held: tuple[str, ...]) -> int:
+    def _backward_bytes(self, backward: Iterable[Node], held: tuple[str, ...]) -> int:
         """Beside what is kept, which dies on the way."""
         lowered = self.lowered
         tangents = [tangent for _, tangent in lowered.block.tangents]

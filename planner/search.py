@@ -22,8 +22,9 @@ from ir.lower import Degrees
 from ir.plan import Plan, encode, signature
 from ir.variants import variants
 from planner.approximations import approximations, divides_something
+from planner.calibrated import cost_model
 from planner.candidate import Evaluated, Workload, evaluate
-from planner.cost import Roofline
+from planner.cost import CostModel
 from planner.describe import describe
 from planner.estimate import Estimates
 from planner.pieces import Pieces, pieces, whole
@@ -65,7 +66,7 @@ def plan(
     work = Workload(graph, batch_flow, variants(graph, batch_flow), global_batch, optimizer)
     search = _Search(work, cluster, pins, has_batch)
     best = search.run()
-    notes = (*search.notes, *approximations(work, best))
+    notes = (*search.notes, *approximations(work, best, cluster))
     blocks = tuple(
         encode(kind, sharding, keeps)
         for kind, sharding, keeps in zip(
@@ -139,7 +140,7 @@ class _Search:
     def _nothing_fits(self, options: list[Candidate]) -> Refused:
         """What the candidate of least memory lacks, and how many devices its state asks for."""
         least = min(options, key=lambda c: (self.estimates.need_bytes(c), self.estimates.key(c)))
-        cost = Roofline(self.cluster, least.mesh)
+        cost = cost_model(self.cluster, least.mesh)
         price = BYTE_PRICES[-1] if least.mesh.tensor > 1 else 0.0
         reason = "no plan fits"
         try:
@@ -207,7 +208,7 @@ class _Search:
     def _try(self, candidate: Candidate, best: _Best) -> None:
         """Evaluates a candidate under rising prices of memory."""
         self.bounds.append(self.estimates.bound_s(candidate))
-        cost = Roofline(self.cluster, candidate.mesh)
+        cost = cost_model(self.cluster, candidate.mesh)
         for price in BYTE_PRICES if candidate.mesh.tensor > 1 else BYTE_PRICES[:1]:
             if best.found and not self._is_solved(candidate, price):
                 return
@@ -236,7 +237,7 @@ class _Search:
             candidate.mesh if self.reason or self._has_prologue else None,
         )  # fmt: skip
         if key not in self.pieces:
-            cost = Roofline(self.cluster, mesh)
+            cost = cost_model(self.cluster, mesh)
             result = self._sharding(candidate, price, cost)
             self.pieces[key] = pieces(
                 work.graph, work.flow, work.kinds, result, candidate.degrees, cost,
@@ -248,7 +249,7 @@ class _Search:
     def _has_prologue(self) -> bool:
         return any(kind.spread.gathers(kind.block) for kind in self.work.kinds)
 
-    def _sharding(self, candidate: Candidate, price: float, cost: Roofline) -> ShardingResult:
+    def _sharding(self, candidate: Candidate, price: float, cost: CostModel) -> ShardingResult:
         """Cached by local shapes: the data degree does not matter to the tensor axis."""
         work, tensor = self.work, candidate.mesh.tensor
         if tensor == 1:

@@ -17,24 +17,22 @@ they occur; what happens once per step counts 1 / micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ir.graph import Graph, Node, TensorType, references
 from ir.layout import REPLICATE, Layout, Placement, Shard
 from ir.lower import Degrees, Sharding, local_type
-from ir.ops import op_def
-from ir.ops.table import flops
 from ir.reshard import possible, step
 from ir.strategies import Strategy, strategies
 from ir.variants import Variant
 from planner.cost import CostModel
 from planner.ports import Port, Ports, connect, divides, options
 from planner.solver import Model, Solution, Variable
+from planner.work import work_of
 
 HELD_TENSORS = 3
 """A parameter and two tensors of optimizer state; its gradient is priced where it is made."""
-COMPUTE_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,21 @@ class ShardingResult:
     objective_s: float
     bound_s: float
     variables: int
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """Restrictions that make the sharding that of a given program instead of the best one.
+
+    `cut_weights`: matrices are cut, and used as they are stored: never gathered.
+    `whole_activations`: no factor of what goes from block to block is cut, inside them neither
+    (Megatron's tensor parallelism before its sequence parallelism, Korthikanti et al. 2022).
+    `cut_activations`: what goes from block to block is cut (that sequence parallelism).
+    """
+
+    cut_weights: bool = False
+    whole_activations: bool = False
+    cut_activations: bool = False
 
 
 @dataclass
@@ -61,20 +74,21 @@ class _Program:
 
 def shard(
     graph: Graph, kinds: tuple[Variant, ...], degrees: Degrees, cost: CostModel,
-    *, byte_price_s: float = 0.0, gap: float = 0.001,
+    *, byte_price_s: float = 0.0, gap: float = 0.001, habits: Habits | None = None,
 ) -> ShardingResult:  # fmt: skip
     """The cheapest sharding. `byte_price_s`: seconds per byte of parameters, gradients and
-    optimizer state held."""
-    return _Search(graph, kinds, degrees, cost, byte_price_s).solve(gap)
+    optimizer state held. `habits`: what a hand-written program would not do."""
+    return _Search(graph, kinds, degrees, cost, byte_price_s, habits).solve(gap)
 
 
 class _Search:
     """Builds, solves and decodes; see the module's docstring."""
 
     def __init__(self, graph: Graph, kinds: tuple[Variant, ...], degrees: Degrees,
-                 cost: CostModel, byte_price_s: float):  # fmt: skip
+                 cost: CostModel, byte_price_s: float,
+                 habits: Habits | None = None) -> None:  # fmt: skip
         self.graph, self.kinds, self.degrees, self.cost = graph, kinds, degrees, cost
-        self.byte_price_s = byte_price_s
+        self.byte_price_s, self.habits = byte_price_s, habits or Habits()
         self.ports: Ports = connect(graph, kinds)
         self.program = _Program()
 
@@ -98,7 +112,7 @@ class _Search:
             held.setdefault(number, []).append(name)
         for number in sorted(set(self.ports.of_value.values())):
             row = []
-            for place in options(self.ports, number, self.kinds, self.degrees.tensor):
+            for place in self._options(number, stored=number in held):
                 variable = self.program.model.binary()
                 row.append((place, variable))
                 price = 0.0
@@ -113,11 +127,48 @@ class _Search:
             self.program.layouts[number] = row
             self.program.model.constrain([(1.0, v) for _, v in row], 1, 1)
 
+    def _options(self, number: int, *, stored: bool) -> tuple[Placement, ...]:
+        """Placements of a boundary class; only state is cut if activations have to be whole."""
+        if self.habits.whole_activations and not stored:
+            return (REPLICATE,)
+        found = options(self.ports, number, self.kinds, self.degrees.tensor)
+        if self.habits.cut_activations and not stored:
+            return tuple(place for place in found if place != REPLICATE) or found
+        if not (self.habits.cut_weights and stored and self._is_matrix(number)):
+            return found
+        return tuple(p for p in found if self._is_usable_cut(number, p)) or (REPLICATE,)
+
+    def _is_usable_cut(self, number: int, place: Placement) -> bool:
+        """Whether state may be stored cut like this and used so by some block."""
+        if not isinstance(place, Shard):
+            return False
+        return not self.habits.whole_activations or any(
+            self.kinds[variant].factors.leaf_of(name, place) not in self._crossing_leaves(variant)
+            for variant, _, name in self.ports.members(number)
+        )
+
+    def _is_matrix(self, number: int) -> bool:
+        """Whether a class holds trained tensors of two or more dims."""
+        names = {name for name, found in self.ports.state.items() if found == number}
+        return any(
+            item.trainable and len(item.type.shape) > 1
+            for item in self.graph.state if item.name in names
+        )
+
+    def _crossing_leaves(self, number: int) -> set[int]:
+        """The factors of the activations that enter or leave a block."""
+        block, factors = self.kinds[number].block, self.kinds[number].factors
+        crossing = [n for n in block.inputs if not self._is_state(number, n)] + [*block.outputs]
+        return {leaf for name in crossing for leaf in factors.leaves(name)}
+
     def _nodes(self, number: int) -> None:
         """(1), with the compute cost of each strategy."""
         variant = self.kinds[number]
         factors = variant.factors
         leaves = [leaf for leaf in factors.size if divides(factors, leaf, self.degrees.tensor)]
+        if self.habits.whole_activations:
+            crossing = self._crossing_leaves(number)
+            leaves = [leaf for leaf in leaves if leaf not in crossing]
         weight = len(variant.calls)
         for node in variant.block.nodes:
             row = []
@@ -132,37 +183,26 @@ class _Search:
     def _compute_s(self, variant: Variant, node: Node, option: Strategy) -> float:
         batch = variant.spread.chosen[node]
         names = [ref.name for ref in references((node.args, node.kwargs))]
-        results = [name for name in node.outputs if name in variant.block.types]
-        moved = 0
-        for name, data, tensor in (
-            *zip(names, batch.operands, option.operands, strict=True),
-            *zip(results, batch.results, option.results, strict=True),
-        ):
-            moved += self._bytes(variant, name, Layout(data, tensor))
-        whole = {
-            name: self._shape(variant, name, Layout(data))
-            for name, data in (
-                *zip(names, batch.operands, strict=True),
-                *zip(results, batch.results, strict=True),
-            )
-        }
-        work = flops(node, whole) / (self.degrees.tensor if option.divides else 1)
-        row = op_def(node.op)
-        dtype = compute_dtype(variant.block.types, names)
-        seconds = self.cost.compute_s(row.kind, work, moved, dtype)
+        made = [name for name in node.outputs if name in variant.block.types]
+        operands = [
+            self._local(variant, name, Layout(*places))
+            for name, *places in zip(names, batch.operands, option.operands, strict=True)
+        ]
+        results = [
+            self._local(variant, name, Layout(*places))
+            for name, *places in zip(made, batch.results, option.results, strict=True)
+        ]
+        seconds = self.cost.compute_s(work_of(node, operands, results))
         if option.communicates:
-            rows = self._bytes(variant, results[0], Layout(batch.results[0]))
+            rows = self._bytes(variant, made[0], Layout(batch.results[0]))
             seconds += 3 * self.cost.collective_s("all_reduce", rows, "tensor")
         return seconds
 
-    def _shape(self, variant: Variant, name: str, layout: Layout) -> tuple[int, ...]:
-        kind = variant.block.types[name]
-        shape = local_type(kind, layout, self.degrees, self.degrees.rows).shape
-        return tuple(int(size) for size in shape)
+    def _local(self, variant: Variant, name: str, layout: Layout) -> TensorType:
+        return local_type(variant.block.types[name], layout, self.degrees, self.degrees.rows)
 
     def _bytes(self, variant: Variant, name: str, layout: Layout) -> int:
-        kind = variant.block.types[name]
-        return local_type(kind, layout, self.degrees, self.degrees.rows).bytes(1)
+        return self._local(variant, name, layout).bytes(1)
 
     def _edges(self, number: int) -> None:
         """(2) and (3) between nodes, and (6) from the boundary."""
@@ -206,7 +246,8 @@ class _Search:
             return
         model = self.program.model
         edges = {
-            (a, b): model.variable(0, 1) for a in have for b in need if possible(a, b)
+            (a, b): model.variable(0, 1) for a in have for b in need
+            if possible(a, b) and not self._is_moved_weight(number, name, a, b)
         }
         for a, variables in have.items():
             row = [(1.0, e) for (x, _), e in edges.items() if x == a]
@@ -219,6 +260,13 @@ class _Search:
             if seconds:
                 paid = self._paid(number, name, a, b, backward, seconds)
                 model.constrain([(1.0, paid), (-1.0, edge)], 0)
+
+    def _is_moved_weight(self, number: int, name: str, a: Placement, b: Placement) -> bool:
+        """Whether this would communicate state that has to stay where it is stored."""
+        is_input = name in self.kinds[number].block.inputs
+        if not (self.habits.cut_weights and is_input and self._is_state(number, name)):
+            return False
+        return step(a, b) not in (None, "shard")
 
     def _paid(
         self, number: int, name: str, a: Placement, b: Placement, backward: bool, seconds: float
@@ -314,11 +362,3 @@ class _Search:
         names = {self.graph.calls[i].arguments[place] for i in calls}
         alone = all(self.ports.uses[name] == 1 for name in names)
         return made if alone else port("value", value)
-
-
-def compute_dtype(types: Mapping[str, TensorType], names: list[str]) -> str:
-    """The dtype that a node computes in: that of its first floating operand."""
-    for name in names:
-        if types[name].dtype in COMPUTE_DTYPES:
-            return types[name].dtype
-    return "float32"

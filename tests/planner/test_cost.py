@@ -4,6 +4,7 @@ import pytest
 
 from ir.cluster import Cluster, Mesh
 from planner.cost import CostModel, Roofline
+from planner.work import Work
 
 H100 = Cluster.parse("4x8xH100")
 MIB = 2**20
@@ -16,24 +17,24 @@ def test_roofline_is_a_cost_model() -> None:
 
 def test_a_large_matmul_runs_at_the_reachable_peak() -> None:
     flops = 2 * 8192.0**3
-    seconds = Roofline(H100, Mesh()).compute_s("matmul", flops, 3 * 2 * 8192.0**2, "bfloat16")
+    seconds = Roofline(H100, Mesh()).compute_s(Work("matmul", flops, 3 * 2 * 8192.0**2, "bfloat16"))
     assert seconds == pytest.approx(flops / (989.4e12 * 0.80))
 
 
 def test_elementwise_work_runs_at_the_memory_rate() -> None:
-    seconds = Roofline(H100, Mesh()).compute_s("memory", 1e9, 4e9, "bfloat16")
+    seconds = Roofline(H100, Mesh()).compute_s(Work("memory", 1e9, 4e9, "bfloat16"))
     assert seconds == pytest.approx(4e9 / (3350e9 * 0.90))
 
 
 def test_a_small_kernel_costs_a_launch_and_a_view_nothing() -> None:
     model = Roofline(H100, Mesh())
-    assert model.compute_s("matmul", 10, 10, "bfloat16") == H100.device.kernel_launch_s
-    assert model.compute_s("view", 0, 1e9, "bfloat16") == 0.0
+    assert model.compute_s(Work("matmul", 10, 10, "bfloat16")) == H100.device.kernel_launch_s
+    assert model.compute_s(Work("view", 0, 1e9, "bfloat16")) == 0.0
 
 
 def test_unknown_work_is_a_mistake_of_the_caller() -> None:
     with pytest.raises(ValueError, match="unknown kind of work 'gemm'"):
-        Roofline(H100, Mesh()).compute_s("gemm", 1, 1, "bfloat16")
+        Roofline(H100, Mesh()).compute_s(Work("gemm", 1, 1, "bfloat16"))
     with pytest.raises(ValueError, match="unknown collective"):
         Roofline(H100, Mesh(1, 1, 8)).collective_s("broadcast", 1, "tensor")
 

@@ -1,0 +1,79 @@
+"""Where the time and the bytes of a prediction go, as text.
+
+Input: a `Predicted`. Output: a few tables: parts of the step, stages, the heaviest operations of
+each block with their local shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from ir.cluster import GIB
+from ir.graph import Node
+from ir.lower import Lowered
+from planner.predict import Predicted
+from planner.price import NodeTimes
+
+HEAVIEST = 8
+"""Operations that are listed per direction of a block."""
+
+
+def explain(found: Predicted) -> str:
+    """The whole explanation."""
+    return "\n".join([
+        *_parts(found), "", *_stages(found), "", *_traits(found), "", *_blocks(found)
+    ])  # fmt: skip
+
+
+def _parts(found: Predicted) -> Iterator[str]:
+    """The step by what it is spent on; all of the busiest stage."""
+    candidate = found.evaluated.candidate
+    yield f"{candidate}, {candidate.rows} rows each, recompute {found.recompute}"
+    step = found.step_s
+    for name in ("compute_s", "exposed_comm_s", "bubble_s", "optimizer_s"):
+        seconds = getattr(found, name)
+        yield f"  {name.removesuffix('_s'):<14} {seconds:10.4f} s  {seconds / step:6.1%}"
+    yield f"  {'step':<14} {step:10.4f} s"
+    state = "fits" if found.fits else "does not fit"
+    yield f"  peak {found.peak_GiB:.2f} GiB: {state}"
+
+
+def _stages(found: Predicted) -> Iterator[str]:
+    """Seconds of a micro-batch and GiB of a device, per stage."""
+    stages = found.evaluated.prediction.stages
+    names = [f.name for f in fields(stages[0])]
+    sizes = [name for name in names if name.endswith("_bytes")]
+    heads = [name.removesuffix("_bytes") for name in sizes]
+    yield "stage  forward ms  backward ms  " + "  ".join(f"{head:>10}" for head in heads) + "  GiB"
+    for number, stage in enumerate(stages):
+        row = "  ".join(f"{getattr(stage, name) / GIB:10.2f}" for name in sizes)
+        yield f"{number:5}  {stage.forward_s * 1e3:10.2f}  {stage.backward_s * 1e3:11.2f}  {row}"
+
+
+def _traits(found: Predicted) -> Iterator[str]:
+    """What the stack does."""
+    values = [f"{f.name}={getattr(found.traits, f.name)!r}" for f in fields(found.traits)]
+    yield "traits  " + " ".join(values)
+
+
+def _blocks(found: Predicted) -> Iterator[str]:
+    """The heaviest operations of every block, per micro-batch."""
+    pieces = found.evaluated.pieces
+    for kind, lowered, times in zip(
+        found.evaluated.program.kinds, pieces.lowered, pieces.times, strict=True
+    ):
+        yield f"{kind.block.name} x{len(kind.calls)}"
+        for word, nodes in (("forward", lowered.forward), ("backward", lowered.backward)):
+            yield from _heaviest(word, nodes, lowered, times)
+
+
+def _heaviest(
+    word: str, nodes: tuple[Node, ...], lowered: Lowered, times: NodeTimes
+) -> Iterator[str]:
+    of = times.of
+    ordered = sorted(nodes, key=lambda node: -of[node.outputs[0]].total_s)
+    for node in ordered[:HEAVIEST]:
+        seconds = of[node.outputs[0]].total_s
+        kinds = ", ".join(str(lowered.types[n]) for n in node.outputs if n in lowered.types)
+        yield f"  {word:<8} {seconds * 1e6:10.1f} us  {node.op:<28} {kinds}"

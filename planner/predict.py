@@ -1,0 +1,299 @@
+"""What a given configuration takes: pinned, laid out as frameworks do, priced as every plan is.
+
+Input: a traced graph and a `Configuration`. Output: `Predicted`, with the program that was priced.
+Stages hold equal numbers of layers; embedding and head count as a layer each where that makes them
+equal. Tensor parallelism is the planner's own program under the habits of hand-written ones.
+What the configuration leaves open is decided for it: the fastest that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import groupby, product
+from typing import Any
+
+from ir.batch import flow
+from ir.cluster import GIB
+from ir.deepen import layer_run
+from ir.errors import UsageError
+from ir.graph import Graph
+from ir.lower import Degrees, Lowered
+from ir.recompute import state_inputs
+from ir.variants import variants
+from planner.calibrated import cost_model
+from planner.candidate import Evaluated, Workload, evaluate_stages
+from planner.cost import CostModel
+from planner.fusion import is_fusable
+from planner.pieces import Pieces, pieces, whole
+from planner.pins import Candidate, divisors
+from planner.price import COLLECTIVES
+from planner.recompute import MenuPoint, everything, named_point
+from planner.rows import Configuration
+from planner.sharding import Habits, ShardingResult, shard
+from planner.stage_problem import Assignment, Choice
+from planner.traits import Traits
+
+OPEN_RECOMPUTE = ("none", "selective", "full")
+"""What is tried where a configuration leaves recomputation open."""
+OPEN_ZERO = (1, 3)
+"""ZeRO stages that are tried where it is open: 2 holds no less than 3 and is no faster than 1."""
+MICRO_BATCHES_SHARDED_FOR = 4
+"""Parameters' reshards once per step count a quarter: more would change no sharding."""
+
+
+FRAGMENTATION = 0.04
+"""Of torch's caching allocator, as in the reserve of `ir.device`."""
+CONTEXT_BYTES = 1.4 * GIB
+"""CUDA context, NCCL's channels, library workspaces; same source."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Seconds of a step and its parts, and the fullest device. `traits`: with open ones decided."""
+
+    step_s: float
+    peak_GiB: float
+    fits: bool
+    compute_s: float
+    exposed_comm_s: float
+    bubble_s: float
+    optimizer_s: float
+    recompute: str
+    traits: Traits
+    evaluated: Evaluated
+
+
+@dataclass
+class Predictor:
+    """Predicts many configurations; shares what depends on the graph and local shapes only."""
+
+    works: dict[int, Workload] = field(default_factory=dict)
+    graphs: dict[int, Graph] = field(default_factory=dict)
+    shardings: dict[tuple[Any, ...], ShardingResult] = field(default_factory=dict)
+
+    def predict(self, graph: Graph, wanted: Configuration) -> Predicted:
+        """The configuration with what it leaves open decided: the fastest that fits.
+
+        Raises `UsageError` where the model can't have this configuration.
+        """
+        best: Predicted | None = None
+        for option in _decided(graph, wanted):
+            found = self._priced(graph, option)
+            if best is None or _order(found) < _order(best):
+                best = found
+        assert best is not None
+        return best
+
+    def _priced(self, graph: Graph, wanted: Configuration) -> Predicted:
+        work = self._work(graph, wanted)
+        traits = replace(
+            wanted.traits, zero_stage=wanted.zero_stage or 0,
+            virtual_stages=wanted.virtual_stages or 1,
+        )  # fmt: skip
+        cost = cost_model(wanted.cluster, wanted.mesh, traits)
+        candidate = Candidate(wanted.mesh, wanted.micro_batches, "1f1b", wanted.rows)
+        label = _label(wanted)
+        found = self._pieces(work, candidate, cost, wanted)
+        stages = _stages(work, wanted, found, label)
+        evaluated = evaluate_stages(work, candidate, found, cost, stages)
+        cost_s = evaluated.prediction
+        return Predicted(
+            cost_s.step_s, _reading_bytes(cost_s.peak_bytes, wanted) / GIB,
+            cost_s.peak_bytes <= cost_s.capacity_bytes,
+            cost_s.compute_s, cost_s.exposed_comm_s, cost_s.bubble_s, cost_s.optimizer_s, label,
+            traits, evaluated,
+        )  # fmt: skip
+
+    def _work(self, graph: Graph, wanted: Configuration) -> Workload:
+        key = id(graph)
+        if key not in self.works:
+            batch_flow = flow(graph)
+            kinds = variants(graph, batch_flow)
+            self.graphs[key] = graph  # alive, so that its id stays its own
+            self.works[key] = Workload(graph, batch_flow, kinds, 0, wanted.optimizer)
+        return replace(self.works[key], global_batch=wanted.global_batch)
+
+    def _pieces(
+        self, work: Workload, candidate: Candidate, cost: CostModel, wanted: Configuration
+    ) -> Pieces:
+        result = self._sharding(work, candidate, cost, wanted)
+        found = pieces(
+            work.graph, work.flow, work.kinds, result, candidate.degrees, cost, "none"
+        )
+        names = {item.name for item in work.graph.state}
+        menus = []
+        for number, kind in enumerate(work.kinds):
+            arguments = work.graph.calls[kind.calls[0]].arguments
+            always = state_inputs(found.lowered[number], arguments, names)
+            fused = cost.traits.fused_elementwise
+            menus.append(_menu(found, number, always, fused, is_layer=len(kind.calls) > 1))
+        return replace(found, menus=tuple(menus))
+
+    def _sharding(
+        self, work: Workload, candidate: Candidate, cost: CostModel, wanted: Configuration
+    ) -> ShardingResult:
+        """The best of those that hand-written programs have; the same for every data degree."""
+        tensor = candidate.mesh.tensor
+        if tensor == 1:
+            return whole(work.graph, work.kinds)
+        key = (
+            id(work.graph), tensor, wanted.rows, wanted.sequence_cuts, wanted.cluster.device.name,
+        )  # fmt: skip
+        if key not in self.shardings:
+            count = MICRO_BATCHES_SHARDED_FOR
+            degrees = Degrees(wanted.rows * count, 1, tensor, count)
+            habits = Habits(True, wanted.sequence_cuts is False, wanted.sequence_cuts is True)
+            self.shardings[key] = shard(work.graph, work.kinds, degrees, cost, habits=habits)
+        return self.shardings[key]
+
+
+def _decided(graph: Graph, wanted: Configuration) -> Iterator[Configuration]:
+    """The configuration with every value of what it leaves open."""
+    stages = [wanted.virtual_stages]
+    if wanted.virtual_stages is None:
+        per_rank, rest = divmod(len(layer_run(graph)), wanted.mesh.pipeline)
+        stages = [*divisors(per_rank)] if per_rank and not rest else [1]
+    recompute = [wanted.recompute] if wanted.recompute else OPEN_RECOMPUTE
+    zero = [wanted.zero_stage] if wanted.zero_stage is not None else list(OPEN_ZERO)
+    if wanted.mesh.data == 1 and wanted.zero_stage is None:
+        zero = [0]
+    for v, again, stage in product(stages, recompute, zero):
+        yield replace(wanted, virtual_stages=v, recompute=again, zero_stage=stage)
+
+
+def _reading_bytes(peak_bytes: float, wanted: Configuration) -> float:
+    """What a tool shows when tensors take `peak_bytes`."""
+    match wanted.memory_kind:
+        case "allocated":
+            return peak_bytes
+        case "reserved":
+            return peak_bytes * (1 + FRAGMENTATION)
+        case _:
+            return peak_bytes * (1 + FRAGMENTATION) + CONTEXT_BYTES
+
+
+def _order(found: Predicted) -> tuple[bool, float]:
+    """What fits first, then the fastest; of what does not fit the smallest."""
+    return (not found.fits, found.step_s if found.fits else found.peak_GiB)
+
+
+def _label(wanted: Configuration) -> str:
+    """The menu point of the layers."""
+    if wanted.recompute == "selective":
+        return wanted.modules
+    return wanted.recompute or "none"
+
+
+def _menu(
+    found: Pieces, number: int, always: frozenset[str], fused: bool, *, is_layer: bool
+) -> tuple[MenuPoint, ...]:
+    """Everything kept; for layers also core attention, cheap operations or all of it again."""
+    lowered, storage, times = found.lowered[number], found.storages[number], found.times[number]
+    kept = everything(lowered, storage, always)
+    sets = {"none": kept}
+    if is_layer:
+        sets["core_attn"] = kept - _made_by_attention(lowered)
+        sets["op"] = kept & _made_by_products(lowered)
+        sets["full"] = frozenset()
+    inner = kept - _read_by_products(lowered) - _made_outside_groups(lowered)
+    inner |= kept & _gathered(lowered)
+
+    def point(label: str, values: frozenset[str]) -> MenuPoint:
+        found = named_point(lowered, storage, times, always, label, values)
+        if not (fused and values & inner):
+            return found
+        # fused kernels make their inner values again in registers: no bytes, and no time either;
+        # what was gathered is gathered again under the product of the input's gradient
+        small = named_point(lowered, storage, times, always, label, values - inner)
+        return replace(small, forward=found.forward, backward=found.backward)
+
+    return tuple(point(label, values) for label, values in sets.items())
+
+
+def _made_by_attention(lowered: Lowered) -> frozenset[str]:
+    """What core attention hands to backward besides its result, which the next product reads."""
+    return frozenset(
+        name for node in lowered.forward if node.op == "attention" for name in node.outputs[1:]
+    )
+
+
+def _gathered(lowered: Lowered) -> frozenset[str]:
+    """Gathered activations, and what memory-bound operations made of them."""
+    found: set[str] = set()
+    for node in lowered.forward:
+        follows = is_fusable(node, COLLECTIVES) and found.intersection(node.inputs)
+        if node.op == "all_gather" or follows:
+            found |= set(node.outputs)
+    return frozenset(found)
+
+
+def _read_by_products(lowered: Lowered) -> frozenset[str]:
+    """What products and attention read in backward."""
+    ops = ("einsum", "attention_backward", "cross_entropy_backward")
+    return frozenset(n for node in lowered.backward if node.op in ops for n in node.inputs)
+
+
+def _made_outside_groups(lowered: Lowered) -> frozenset[str]:
+    """Results that fused memory-bound kernels start from: they make their inner values again."""
+    makers = (node for node in lowered.forward if not is_fusable(node, COLLECTIVES))
+    return frozenset(name for node in makers for name in node.outputs)
+
+
+def _made_by_products(lowered: Lowered) -> frozenset[str]:
+    """Results of attention, of every second product and of collectives: torch's per-op policy."""
+    products = [node for node in lowered.forward if node.op == "einsum"]
+    kept = {name for node in products[::2] for name in node.outputs}
+    ops = ("attention", "all_reduce", "reduce_scatter")
+    kept |= {name for node in lowered.forward if node.op in ops for name in node.outputs}
+    return frozenset(kept)
+
+
+def _stages(
+    work: Workload, wanted: Configuration, found: Pieces, label: str
+) -> Assignment:
+    """Equal stages: which calls, with which menu point, run on each."""
+    order = [work.variant_of[i] for i in range(len(work.graph.calls))]
+    runs = [(variant, len(list(group))) for variant, group in groupby(order)]
+    layers = max(range(len(runs)), key=lambda r: runs[r][1])
+    counts = layers_per_stage(runs[layers][1], wanted.mesh.pipeline)
+    stages = []
+    for stage, count in enumerate(counts):
+        choices = []
+        if stage == 0:
+            choices += [Choice(r, 0, runs[r][1]) for r in range(layers)]
+        choices += _layer_choices(found, runs[layers][0], layers, count, label)
+        if stage == len(counts) - 1:
+            choices += [Choice(r, 0, runs[r][1]) for r in range(layers + 1, len(runs))]
+        stages.append(tuple(choices))
+    return tuple(stages)
+
+
+def _layer_choices(
+    found: Pieces, variant: int, run: int, count: int, label: str
+) -> list[Choice]:
+    labels = [point.label for point in found.menus[variant]]
+    if label == "every-2nd-layer":
+        again = count // 2
+        parts = [("full", again), ("none", count - again)]
+    else:
+        parts = [(label, count)]
+    return [Choice(run, labels.index(name), n) for name, n in parts if n]
+
+
+def layers_per_stage(layers: int, stages: int) -> list[int]:
+    """Equal shares; else embedding and head count as layers; the rest goes to middle stages.
+
+    >>> layers_per_stage(8, 4), layers_per_stage(78, 4), layers_per_stage(5, 3)
+    ([2, 2, 2, 2], [19, 20, 20, 19], [1, 2, 2])
+    """
+    if layers % stages == 0:
+        return [layers // stages] * stages
+    if layers + 2 < stages:
+        raise UsageError(f"{layers} layers can't fill {stages} pipeline stages")
+    if stages > 1 and (layers + 2) % stages == 0:
+        each = (layers + 2) // stages
+        return [each - 1, *[each] * (stages - 2), each - 1]
+    each, rest = divmod(layers, stages)
+    first = min(stages - rest, max(1, (stages - rest) // 2))
+    return [each + (first <= s < first + rest) for s in range(stages)]

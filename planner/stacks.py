@@ -1,0 +1,118 @@
+"""What software stacks do, as named mechanisms: the traits that a row's `framework` stands for.
+
+Input: a row's columns. Output: `Traits`. A stack differs from another only in what it does, never
+by a factor; a row that states a mechanism (overlap, compile, graphs, kernels) overrides the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ir.device import Device
+from ir.errors import UsageError
+from planner.attention_time import flash_kernel
+from planner.traits import Traits
+
+LOW_PRECISIONS = {"fp8": "float8_e4m3fn", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+PRECISIONS = ("bf16", "fp16", *LOW_PRECISIONS)
+_GRADIENTS = {"": "", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Mechanisms of one stack.
+
+    `overlaps`: gradients are reduced under backward. `fuses`: chains of elementwise ops are one
+    kernel each (hand-written, JIT or a compiler). `graph`: the step is launched as a whole, by a
+    compiler or CUDA graphs. `fp32_gradients`: gradients are accumulated and reduced in float32.
+    `attention`: the fused kernel; "" the device's usual one. `selective`: what its selective
+    recomputation keeps: all but core attention, or results of every second product ("op").
+    `hides_tensor`: collectives of the tensor axis run in pieces under the products beside them.
+    `dropout`: trains with attention dropout, Megatron's default before 2022's large models.
+    `fused_loss`: cross-entropy is one kernel on 16-bit logits.
+    """
+
+    overlaps: bool = True
+    fuses: bool = True
+    graph: bool = False
+    fp32_gradients: bool = True
+    attention: str = ""
+    selective: str = "core_attn"
+    hides_tensor: bool = False
+    dropout: bool = False
+    fused_loss: bool = False
+
+
+_MEGATRON = Stack()
+_FSDP = Stack(fuses=False, attention="flash2", selective="op")
+STACKS = {
+    "megatron-deepspeed": Stack(overlaps=False, dropout=True),
+    "megatron-lm 2021": Stack(overlaps=False, fp32_gradients=False, dropout=True),
+    "megatron-core": _MEGATRON,
+    "megatron-core CI": _MEGATRON,
+    "megatron-bridge": replace(_MEGATRON, graph=True, hides_tensor=True),
+    "nemo-megatron": replace(_MEGATRON, hides_tensor=True),
+    "nemo-megatron (MLPerf)": replace(_MEGATRON, fp32_gradients=False, hides_tensor=True),
+    "llm-foundry (FSDP1)": replace(
+        _FSDP, attention="flash1", fp32_gradients=False, fused_loss=True
+    ),
+    "fms-fsdp (FSDP1)": replace(
+        _FSDP, fuses=True, fp32_gradients=False, selective="every-2nd-layer"
+    ),
+    "torchtitan (FSDP2)": _FSDP,
+    "kempnerforge (FSDP2)": _FSDP,
+    "internevo": Stack(fp32_gradients=False, attention="flash2", fused_loss=True),
+    "oneflow": Stack(graph=True, fp32_gradients=False, dropout=True),
+    "jax-pax": Stack(graph=True),
+    "jax-pax +TE": Stack(graph=True),
+}
+"""From the stacks' own documentation and code at the release of the rows."""
+
+
+def traits_of(row: Mapping[str, str], device: Device) -> Traits:
+    """The traits of a row's stack and configuration; unknown stacks do as ours does."""
+    stack = STACKS.get(row.get("framework", ""), Stack(fuses=False))
+    precision = row.get("precision") or "bf16"
+    if precision not in PRECISIONS:
+        raise UsageError(f"precision={precision!r}: it is one of {', '.join(PRECISIONS)}")
+    gradients = row.get("grads_dtype") or ("fp32" if stack.fp32_gradients else "")
+    if gradients not in _GRADIENTS:
+        raise UsageError(f"grads_dtype={gradients!r}: it is one of fp32, bf16, fp16")
+    return Traits(
+        attention=_attention(row, device, stack),
+        fused_elementwise=_states(row, "compile", stack.fuses),
+        matmul_precision=LOW_PRECISIONS.get(precision, ""),
+        overlap_gradients=_states(row, "overlap_grad", stack.overlaps),
+        overlap_tensor=_states(row, "tp_overlap", stack.hides_tensor),
+        dropout=stack.dropout,
+        fused_loss=stack.fused_loss,
+        gradient_dtype=_GRADIENTS[gradients],
+        master_weights=True,
+        eager=not (_states(row, "cuda_graph", stack.graph) or _states(row, "compile", False)),
+    )
+
+
+def selective_of(row: Mapping[str, str]) -> str:
+    """What "selective" means in a row's stack."""
+    return STACKS.get(row.get("framework", ""), Stack()).selective
+
+
+def has_fused_loss(row: Mapping[str, str]) -> bool:
+    """Whether a row's stack computes the loss from 16-bit logits."""
+    return STACKS.get(row.get("framework", ""), Stack()).fused_loss
+
+
+def _attention(row: Mapping[str, str], device: Device, stack: Stack) -> str:
+    """Unfused where the row says so; a fused kernel no newer than the stack."""
+    if row.get("attention_flash") == "0":
+        return "fused_softmax" if stack.fuses else "unfused"
+    usual = flash_kernel(device)
+    return stack.attention if stack.attention and usual.startswith("flash") else usual
+
+
+def _states(row: Mapping[str, str], column: str, default: bool) -> bool:
+    text = row.get(column) or ""
+    if text not in ("", "0", "1"):
+        raise UsageError(f"{column}={text!r}: it is 0, 1 or empty")
+    return text == "1" if text else default

@@ -1,0 +1,70 @@
+"""Facts about a software stack and a configuration that neither graph nor mesh says.
+
+Input: nothing but names. Output: `Traits`, which cost models and the memory count read. The
+defaults are what our own runtime does: exchanges after backward, its own precision, one stage per
+pipeline rank, kernels launched one by one.
+"""
+
+from dataclasses import dataclass, replace
+
+from ir.device import Device
+from ir.errors import UsageError
+from planner.attention_time import KERNELS, flash_kernel
+
+ATTENTIONS = ("auto", *KERNELS)
+PRECISIONS = ("", "tf32", "float8_e4m3fn", "mxfp8", "nvfp4")
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """How a step is executed; `UsageError` for values that no stack has.
+
+    `attention`: a kernel of `attention_time`; "auto": the device's usual fused one.
+    `fused_elementwise`: chains of elementwise ops, norms and cross-entropy are one kernel each.
+    `matmul_precision`: of matrix products; "" as traced. `overlap_gradients`: the data axis reduces
+    gradients of one layer under the backward of the next. `overlap_tensor`: collectives of the
+    tensor axis run under products. `zero_stage`: 1 cuts optimizer state over `zero_group` data
+    ranks (0: all), 2 also gradients, 3 also parameters. `virtual_stages`: pieces of the model per
+    pipeline rank. `gradient_dtype`: of accumulated and reduced gradients; "" as the parameter.
+    `master_weights`: fp32 copies of parameters and fp32 optimizer state. `fused_optimizer`: one
+    pass over all state. `dropout`: attention drops out scores, whatever was traced. `fused_loss`:
+    cross-entropy is one kernel that keeps no copies of the logits. `eager`: the host launches
+    every kernel, so it can be what is waited for.
+    """
+
+    attention: str = "auto"
+    fused_elementwise: bool = False
+    matmul_precision: str = ""
+    overlap_gradients: bool = False
+    overlap_tensor: bool = False
+    zero_stage: int = 0
+    zero_group: int = 0
+    virtual_stages: int = 1
+    gradient_dtype: str = ""
+    master_weights: bool = False
+    fused_optimizer: bool = True
+    dropout: bool = False
+    fused_loss: bool = False
+    eager: bool = False
+
+    def __post_init__(self) -> None:
+        _known("attention", self.attention, ATTENTIONS)
+        _known("matmul_precision", self.matmul_precision, PRECISIONS)
+        _known("gradient_dtype", self.gradient_dtype, ("", "bfloat16", "float16", "float32"))
+        _known("zero_stage", self.zero_stage, (0, 1, 2, 3))
+        for name in ("zero_group", "virtual_stages"):
+            least = int(name == "virtual_stages")
+            if getattr(self, name) < least:
+                raise UsageError(f"{name}={getattr(self, name)}: it must be at least {least}.")
+
+    def on(self, device: Device) -> "Traits":
+        """The same with "auto" replaced by what current libraries choose on that device."""
+        if self.attention != "auto":
+            return self
+        return replace(self, attention=flash_kernel(device))
+
+
+def _known(name: str, value: object, known: tuple[object, ...]) -> None:
+    if value not in known:
+        options = ", ".join(repr(option) for option in known)
+        raise UsageError(f"unknown {name} {value!r}. Known: {options}.")

@@ -1,0 +1,177 @@
+"""The front door's part for predictions: rows of a table, models, and the `predict` command.
+
+In: a CSV of training configurations, or a model with a configuration. Out: seconds, GiB and
+whether it fits, by the same trace, costs and memory count that `plan` uses.
+"""
+
+import argparse
+import csv
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ir.cluster import Cluster
+from ir.deepen import deepen, layer_run
+from ir.errors import UsageError
+from ir.graph import Graph
+from ir.resize import resize
+from ir.trace import trace
+from planner.explain import explain
+from planner.predict import Predicted, Predictor
+from planner.predict_table import COLUMNS, Row, predict_row, predict_table, record
+from planner.rows import read_configuration
+from planner.stacks import has_fused_loss
+from runtime.row_models import RowShape, build_row_model, probe_of, row_shape, size_changes
+
+FEW_ROWS = 24
+"""Tables up to this length are predicted in this process."""
+
+
+class RowGraphs:
+    """Graphs of rows: traced once per structure, then resized and deepened."""
+
+    def __init__(self) -> None:
+        self.probes: dict[RowShape, Graph] = {}
+        self.graphs: dict[RowShape, Graph] = {}
+
+    def __call__(self, row: Row) -> Graph:
+        """The graph of a row's model; `ValueError` for sizes that make no model."""
+        shape = replace(row_shape(row), wide_logits=not has_fused_loss(row))
+        if shape not in self.graphs:
+            probe = probe_of(shape)
+            if probe not in self.probes:
+                self.probes[probe] = trace(*build_row_model(probe))
+            graph = resize(self.probes[probe], size_changes(probe, shape))
+            self.graphs[shape] = deepen(graph, layer_run(graph), shape.layers)
+        return self.graphs[shape]
+
+
+def predict(
+    model: Any, cluster: Cluster | None, config: Mapping[str, Any], batch: Any = None,
+    **options: Any,
+) -> Predicted:  # fmt: skip
+    """What one configuration takes: seconds of a step and its parts, GiB, whether it fits.
+
+    `config` has the column names of measured runs: tp, pp, dp, micro_batch, global_batch,
+    recompute, zero_stage, precision, ... What it leaves out is decided. `model`: a module (with an
+    example `batch` as for `plan`), a traced `Graph`, or None for the transformer that `config`
+    describes. `cluster` None: as `config` states it. Raises `UsageError` for what can't be.
+    """
+    row = {key: "" if value is None else str(value) for key, value in config.items()}
+    wanted = read_configuration(row, cluster)
+    return Predictor().predict(_graph(model, row, batch, options), wanted)
+
+
+def _graph(model: Any, row: Row, batch: Any, options: Mapping[str, Any]) -> Graph:
+    if isinstance(model, Graph):
+        return model
+    if model is None:
+        try:
+            return RowGraphs()(row)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    if batch is None:
+        raise UsageError("give predict an example batch, as for plan, to trace the model with")
+    if isinstance(batch, Mapping):
+        return trace(model, (), dict(batch), **options)
+    return trace(model, tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), **options)
+
+
+def predict_rows(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """A record per row, in order; long tables are shared by a process per core."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if len(rows) <= FEW_ROWS or (cores or 1) < 2:
+        return list(predict_table(rows, RowGraphs()))
+    parts = _shares(rows, min(cores or 1, 8))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(parts), mp_context=context) as pool:
+        found = [*pool.map(_predict_part, [[rows[i] for i in part] for part in parts])]
+    placed = {i: item for part, items in zip(parts, found, strict=True)
+              for i, item in zip(part, items, strict=True)}  # fmt: skip
+    return [placed[i] for i in range(len(rows))]
+
+
+def _predict_part(rows: Sequence[Row]) -> list[dict[str, str]]:
+    return list(predict_table(rows, RowGraphs()))
+
+
+def _shares(rows: Sequence[Row], count: int) -> list[list[int]]:
+    """Row numbers in parts of about equal length; rows of one model stay together."""
+    keys = ("family", "hidden", "heads", "ffn_hidden", "seq_len", "layers", "precision")
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, row in enumerate(rows):
+        groups.setdefault(tuple(row.get(key) or "" for key in keys), []).append(i)
+    parts: list[list[int]] = [[] for _ in range(count)]
+    for group in sorted(groups.values(), key=len, reverse=True):
+        min(parts, key=len).extend(group)
+    return [part for part in parts if part]
+
+
+def read_rows(path: str | Path) -> list[dict[str, str]]:
+    """The rows of a CSV file; `UsageError` if it is no table of configurations."""
+    try:
+        with open(path, newline="", encoding="utf-8") as handle:
+            reader = csv.DictReader(handle)
+            rows = [{k: v or "" for k, v in row.items() if k} for row in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{path} is not a CSV table: {error}.") from error
+    if not rows or "micro_batch" not in rows[0]:
+        raise UsageError(f"{path} has no rows with the column micro_batch: is it such a table?")
+    return rows
+
+
+def summary(records: Sequence[Mapping[str, str]]) -> str:
+    """How many rows were predicted and refused, and the most frequent reasons."""
+    errors = [item["error"] for item in records if item["error"]]
+    if not errors:
+        return f"{len(records)} rows predicted, none refused"
+    words = [error.partition(":")[0].partition("=")[0] for error in errors]
+    counts = sorted({w: words.count(w) for w in words}.items(), key=lambda pair: -pair[1])
+    why = ", ".join(f"{word} {count}" for word, count in counts[:5])
+    return f"{len(records) - len(errors)} rows predicted, {len(errors)} refused ({why})"
+
+
+def predict_command(options: argparse.Namespace) -> int:
+    """`shardwright predict`: writes the records, or explains one row; 0 also with refusals."""
+    rows = read_rows(options.rows)
+    if options.explain:
+        chosen = next((row for row in rows if row.get("id") == options.explain), None)
+        if chosen is None:
+            raise UsageError(f"{options.rows} has no row with the id {options.explain!r}")
+        found = predict_row(Predictor(), chosen, RowGraphs())
+        print(json.dumps(record(options.explain, found)) if options.json else explain(found))
+        return 0
+    if not (options.out or options.json):
+        raise UsageError("say where to write the predictions with --out PRED.csv, or use --json")
+    records = predict_rows(rows)
+    if options.out:
+        with open(options.out, "w", newline="", encoding="utf-8") as handle:
+            writer = csv.DictWriter(handle, COLUMNS)
+            writer.writeheader()
+            writer.writerows(records)
+    if options.json:
+        print(json.dumps({"rows": records, "summary": summary(records)}))
+    print(summary(records), file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+def add_predict_command(commands: Any) -> None:
+    """The command's flags."""
+    text = (
+        "Predict seconds per step and peak memory of the configurations in a CSV table (columns as "
+        "of published measurements: layers, hidden, device, tp, pp, dp, micro_batch, ...). Empty "
+        "decisions are made. A row that can't be represented gets a reason; the others go on."
+    )
+    command = commands.add_parser("predict", help=text.partition(". ")[0], description=text)
+    command.add_argument("rows", metavar="ROWS.csv", help="the table of configurations")
+    command.add_argument("--out", metavar="PRED.csv", help="where to write the predictions")
+    command.add_argument("--explain", metavar="ID", help="print where that row's time and bytes go")
+    command.add_argument("--json", action="store_true", help="print JSON on stdout")
+    command.set_defaults(run=predict_command)
+

@@ -1,0 +1,55 @@
+"""`shardwright predict`: every row gets a number or a reason."""
+
+import csv
+import json
+
+import pytest
+
+import shardwright
+from tests.planner.test_predict import ROW
+
+
+@pytest.fixture
+def table(tmp_path):
+    rows = [ROW | {"layers": "2"}, ROW | {"id": "y", "experts": "8"},
+            ROW | {"id": "z", "heads": "17"}]  # fmt: skip
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as handle:
+        writer = csv.DictWriter(handle, sorted(set().union(*rows)))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_rows_that_can_not_be_predicted_do_not_stop_the_others(table, tmp_path, capsys):
+    out = tmp_path / "pred.csv"
+    assert shardwright.main(["predict", str(table), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.startswith("1 rows predicted, 2 refused (")
+    good, experts, heads = csv.DictReader(out.open())
+    assert float(good["step_s"]) > 0 and good["fits"] == "1" and not good["error"]
+    assert experts["error"].startswith("experts") and not experts["step_s"]
+    assert "heads=17" in heads["error"]
+
+
+def test_a_row_can_be_explained(table, capsys):
+    assert shardwright.main(["predict", str(table), "--explain", "x"]) == 0
+    text = capsys.readouterr().out
+    assert "compute" in text and "peak" in text and "layers x2" in text
+    assert shardwright.main(["predict", str(table), "--explain", "x", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["id"] == "x"
+
+
+def test_a_file_that_is_no_table_or_an_unknown_row_is_refused(table, tmp_path, capsys):
+    other = tmp_path / "other.csv"
+    other.write_text("a,b\n1,2\n")
+    assert shardwright.main(["predict", str(other), "--out", str(tmp_path / "p.csv")]) == 2
+    assert shardwright.main(["predict", str(table), "--explain", "nobody"]) == 2
+    assert shardwright.main(["predict", str(table)]) == 2
+    assert shardwright.main(["predict", str(tmp_path / "none.csv"), "--json"]) == 2
+
+
+def test_one_configuration_from_python():
+    cluster = shardwright.Cluster.parse("8xH100-SXM")
+    found = shardwright.predict(None, None, ROW | {"layers": 2})
+    faster = shardwright.predict(None, cluster, ROW | {"layers": 2})
+    assert 0 < faster.step_s < found.step_s

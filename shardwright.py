@@ -24,7 +24,7 @@ from ir.plan import Plan
 from ir.promote import promote
 from ir.trace import find_loss, trace
 from planner import plan as plan_graph
-from planner.pins import Pins, meshes
+from planner.pins import Pins, meshes, parse_pins
 from prediction import add_predict_command, predict
 from runtime.batch import tensor_leaves
 from runtime.compare import (
@@ -297,16 +297,7 @@ def _decide(options: argparse.Namespace) -> tuple[Loaded, Graph, Plan]:
 
 def _pins(options: argparse.Namespace) -> dict[str, Any]:
     """--pin and --micro-batches as the decisions that they fix."""
-    pin: dict[str, Any] = {}
-    for part in (options.pin or "").split(","):
-        key, equals, value = (word.strip() for word in part.partition("="))
-        if equals and key and value:
-            pin[key] = int(value) if value.isdigit() else value
-        elif part.strip():
-            raise UsageError(f"--pin {options.pin!r}: {part!r} is not KEY=VALUE, such as tensor=2")
-    if options.micro_batches:
-        pin["micro_batches"] = options.micro_batches
-    return pin
+    return parse_pins(options.pin or "", micro_batches=options.micro_batches)
 
 
 def _count(text: str) -> int:
@@ -323,11 +314,11 @@ MODEL = (
 CLUSTER = "the hardware: 4x8xH100-SXM (nodes x devices x kind), local:4, or a cluster.yaml"
 PIN = (
     "fix decisions, comma-separated: pipeline=2, data=2, tensor=2, schedule=gpipe or 1f1b, "
-    "recompute=none or full; what is not fixed is chosen"
+    "micro_batches=4, recompute=none, selective or full; what is not fixed is chosen"
 )
 FLAGS: dict[str, dict[str, Any]] = {
-    "--seq": {"type": _count, "metavar": "N", "help": "tokens per row (hf: models)"},
-    "--batch": {"type": _count, "metavar": "N", "help": "rows of the example batch (hf: models)"},
+    "--seq": {"type": _count, "metavar": "N", "help": "tokens per row (hf:, or a build(seq))"},
+    "--batch": {"type": _count, "metavar": "N", "help": "rows of the example batch (likewise)"},
     "--cluster": {"metavar": "SPEC", "help": CLUSTER},
     "--global-batch": {"type": _count, "metavar": "N", "help": "rows of a step, over all devices"},
     "--micro-batches": {"type": _count, "metavar": "M", "help": "fix the pieces of a step"},

@@ -20,8 +20,9 @@ from planner.links import Groups, axis_groups, lay_out
 from planner.traits import Traits
 from planner.work import Work
 
-OURS = Traits(eager=True)
-"""Emitted programs: torch's kernels one by one, exchanges after backward."""
+OURS = Traits(eager=True, attention="unfused")
+"""Emitted programs: torch's kernels one by one, attention by products and a softmax over all
+scores (`runtime.ops.attention`), exchanges after backward."""
 
 QUANTISED_BYTES, FUSED_QUANTISED_BYTES = 4.0, 2.0
 """Per element of an operand in 8 or 4 bits: read 16 bits, write it and its transpose, as

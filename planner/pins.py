@@ -77,6 +77,26 @@ def nearest(number: int, asked: int) -> str:
     return " or ".join(map(str, [*below[-1:], *above[:1]]))
 
 
+def parse_pins(text: str, *, micro_batches: int | None = None) -> dict[str, int | str]:
+    """`tensor=2,schedule=gpipe` as pins, with a number of micro-batches given beside them."""
+    pin: dict[str, int | str] = {}
+    for part in text.split(","):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not part.strip():
+            continue
+        if not (equals and key and value):
+            raise UsageError(f"--pin {text!r}: {part!r} is not KEY=VALUE, such as tensor=2.")
+        if key in pin:
+            raise UsageError(f"--pin {text!r} names {key} twice. Give it once.")
+        pin[key] = int(value) if value.isdigit() else value
+    if micro_batches and pin.setdefault("micro_batches", micro_batches) != micro_batches:
+        raise UsageError(
+            f"--micro-batches {micro_batches} contradicts --pin micro_batches="
+            f"{pin['micro_batches']}. Give one of them."
+        )
+    return pin
+
+
 def check_pins(pins: Pins, n_devices: int, global_batch: int, *, has_batch: bool) -> None:
     """Raises `UsageError` for pins that contradict the devices, the batch or each other."""
     _check_devices(pins, n_devices)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from runtime.errors import Refused, RuntimeFailure
 from runtime.trainer import Trainer, run_threads
 
 TOLERANCE = 1e-9
@@ -34,13 +35,17 @@ WIDE = {
 class PromoteCasts(TorchFunctionMode):
     """While active, casts to a narrower floating type go to float64."""
 
+    FACTORIES = {torch.tensor, torch.as_tensor, torch.full, torch.linspace, torch.arange,
+                 torch.zeros, torch.ones, torch.eye}  # fmt: skip
     CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.CASTS:
             return args[0].double()
         args = tuple(_wide_dtype(a) for a in args)
-        return func(*args, **{key: _wide_dtype(a) for key, a in (kwargs or {}).items()})
+        result = func(*args, **{key: _wide_dtype(a) for key, a in (kwargs or {}).items()})
+        narrow = isinstance(result, Tensor) and result.dtype in WIDE
+        return result.to(WIDE[result.dtype]) if narrow and func in self.FACTORIES else result
 
 
 def _wide_dtype(argument: Any) -> Any:
@@ -49,7 +54,16 @@ def _wide_dtype(argument: Any) -> Any:
 
 def widened(model: nn.Module) -> nn.Module:
     """A copy of the model with every floating parameter and buffer in float64."""
-    wide = copy.deepcopy(model)
+    try:
+        wide = copy.deepcopy(model)
+    except RuntimeError as error:
+        raise Refused(
+            "this model can't be copied, so it can't be compared (old torch.nn.utils.weight_norm "
+            "does that; torch.nn.utils.parametrizations.weight_norm does not)."
+        ) from error
+    for module in wide.modules():
+        if isinstance(module, nn.RMSNorm) and module.eps is None:  # torch takes it from the dtype
+            module.eps = torch.finfo(next(iter(module.parameters()), torch.zeros(())).dtype).eps
     for tensor in (*wide.parameters(), *wide.buffers()):
         tensor.data = tensor.data.to(WIDE.get(tensor.dtype, tensor.dtype))
     return wide
@@ -119,9 +133,25 @@ def run_plain(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     loss_of: Callable[[Any], Tensor], training: Training, *, promote: bool = True,
 ) -> Run:  # fmt: skip
-    """Trains a copy of the plain model in this thread, with its casts promoted."""
+    """Trains a copy of the plain model in this thread, with its casts promoted.
+
+    Raises `Refused` with torch's words if the model itself can't be copied or trained.
+    """
+    try:
+        return _train_plain(model, args, kwargs, loss_of, training, promote)
+    except Exception as error:
+        raise Refused(
+            f"plain torch can't train this model: {type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else ''} "
+            "There is nothing to compare with."
+        ) from error
+
+
+def _train_plain(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+    loss_of: Callable[[Any], Tensor], training: Training, promote: bool,
+) -> Run:  # fmt: skip
     own = copy.deepcopy(model)
-    own.train(model.training)
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     trained = [p for p in own.parameters() if p.requires_grad]
     optimizer = kinds[training.optimizer](trained, lr=training.lr) if trained else None
@@ -175,11 +205,26 @@ def run_program(
         unequal = tuple(trainer.replica_differences())
         return Run(tuple(losses), gradients, trainer.gather(), unequal)
 
-    runs = run_threads(
-        layout, program, model, ranks, train, optimizer=training.optimizer,
-        optimizer_options={"lr": training.lr}, clip_norm=training.clip_norm, keep_gradients=True,
-    )  # fmt: skip
+    try:
+        runs = run_threads(
+            layout, program, model, ranks, train, optimizer=training.optimizer,
+            optimizer_options={"lr": training.lr}, clip_norm=training.clip_norm,
+            keep_gradients=True,
+        )  # fmt: skip
+    except RuntimeFailure:
+        raise
+    except Exception as error:
+        raise ProgramFailed(
+            f"the emitted program failed: {type(error).__name__}: {error}. This is a defect of "
+            "Shardwright; please report the model."
+        ) from error
     return runs[0]
+
+
+class ProgramFailed(RuntimeFailure):
+    """An accepted plan whose program does not run: as bad as numbers that differ."""
+
+    exit_code = 4
 
 
 def compare(

@@ -58,6 +58,7 @@ def load_model(
     batch: int | None = None,
     device: str = "meta",
     seed: int = 0,
+    sizes_must_fit: bool = True,
 ) -> Loaded:
     """Load `FILE.py:build`, `hf:PATH/config.json` or `hf:NAME`.
 
@@ -65,13 +66,14 @@ def load_model(
     `seq` (tokens per row) and `batch` (rows) size the inputs of `hf:` models, and of a file whose
     `build` has parameters of these names. `device` is where `hf:` models are built: "meta" (no
     memory) or "cpu" (random weights from `seed`); a file's `build` chooses for itself, but "cpu"
-    insists on real weights. Raises UsageError, or Refused where the model itself fails.
+    insists on real weights. Without `sizes_must_fit`, a `build` that takes no sizes is called
+    without. Raises UsageError, or Refused where the model itself fails.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if spec.startswith("hf:"):
             return _load_hugging_face(spec[3:], seq, batch, device)
-        loaded = _load_file(spec, seq, batch)
+        loaded = _load_file(spec, seq, batch, sizes_must_fit)
     if device != "meta" and (name := _first_on_meta(loaded.model)):
         raise Refused(
             f"{spec} has no weights: {name} is on the meta device. That is enough for planning; "
@@ -85,7 +87,9 @@ def _first_on_meta(model: nn.Module) -> str | None:
     return next((name for name, tensor in state if tensor.is_meta), None)
 
 
-def _load_file(spec: str, seq: int | None, batch: int | None) -> Loaded:
+def _load_file(
+    spec: str, seq: int | None, batch: int | None, sizes_must_fit: bool
+) -> Loaded:
     file, _, function = spec.rpartition(":") if ":" in spec else (spec, "", "build")
     path = Path(file)
     if path.suffix != ".py" or not path.is_file():
@@ -102,6 +106,9 @@ def _load_file(spec: str, seq: int | None, batch: int | None) -> Loaded:
                 f"{path} has no function {function!r}. A model file defines `def {function}():` "
                 "that returns (model, args, kwargs), and may define `def loss(output):` beside it."
             )
+        taken = inspect.signature(build).parameters
+        if not sizes_must_fit:
+            seq, batch = (seq if "seq" in taken else None), (batch if "batch" in taken else None)
         sizes = _sizes_taken(build, f"{path}:{function}", seq=seq, batch=batch)
         with _blame(path, f"{function}()"):
             built = build(**sizes)

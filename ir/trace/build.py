@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from ir.errors import CaptureError
+from ir.errors import CaptureError, ShardwrightError
 from ir.graph import BATCH, Block, Call, Graph, Input, State
 from ir.names import Namer
 from ir.trace.adapters import FakeTensorMode, FxNode, one_convolution_kernel
@@ -55,6 +55,10 @@ def trace(
                 return _Builder(step, candidate, batch, title).graph()
         except CaptureError as error:
             first = first or error
+        except ShardwrightError:
+            raise
+        except Exception as error:
+            raise explain(error, step) from error
     assert first is not None
     raise first
 
@@ -109,6 +113,11 @@ class _Builder:
         blocks, calls, needs = self._differentiate(outputs[0])
         guards = [*top.guards, *(g for c in self.captures.values() for g in c.guards)]
         state = [self._final(s, needs) for s in self.state.values()]
+        if not any(s.trainable for s in state):
+            raise CaptureError(
+                f"{self.title} has nothing to train: the loss depends on no parameter that "
+                "requires a gradient."
+            )
         inputs = [
             Input(n, i, leaf.path, self.input_types[i], 0 if leaf.rows is not None else None)
             for i, (n, leaf) in enumerate(zip(self.input_names, self.leaves, strict=True))

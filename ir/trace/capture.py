@@ -11,6 +11,7 @@ from __future__ import annotations
 import linecache
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,15 +47,37 @@ def capture(module: nn.Module, examples: list[Tensor], batch_dims: list[dict[int
         dict.fromkeys(dims, torch.export.Dim.AUTO) if dims else None for dims in batch_dims
     )
     try:
-        program = torch.export.export(
-            module, tuple(examples), dynamic_shapes={"tensors": shapes}, strict=False
-        )
+        with _no_custom_derivatives():
+            program = torch.export.export(
+                module, tuple(examples), dynamic_shapes={"tensors": shapes}, strict=False
+            )
         return _functional(program, batch_dims)
     except ShardwrightError:
         raise
     except Exception as error:
         nested = next((e for e in _chain(error) if isinstance(e, ShardwrightError)), None)
         raise nested or explain(error, module) from error
+
+
+@contextmanager
+def _no_custom_derivatives() -> Iterator[None]:
+    """Refuses a user's torch.autograd.Function: export keeps its forward but loses its backward."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            raise CaptureError(
+                f"{cls.__module__}.{cls.__qualname__} is a torch.autograd.Function: its own "
+                "backward can't be captured. Write it with plain operations, whose derivatives "
+                "torch knows."
+            )
+        return original.__func__(cls, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -39,7 +39,7 @@ def _plain_division(value: sympy.Basic) -> sympy.Basic:
     for part in list(value.atoms(sympy.Function)):
         if type(part).__name__ in ("FloorDiv", "CleanDiv", "IntTrueDiv"):
             quotient = sympy.cancel(part.args[0] / part.args[1])
-            exact = sympy.denom(quotient) == 1 or type(part).__name__ != "FloorDiv"
+            exact = sympy.denom(sympy.together(quotient)) == 1 or type(part).__name__ != "FloorDiv"
             value = value.subs(part, quotient if exact else sympy.floor(quotient))
     return value
 
@@ -78,6 +78,16 @@ def _writes(node: FxNode) -> bool:
     with what they just made: in a `Block` the result is a new value, read from then on."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable and schema.name.endswith("_")
+
+
+def _refuse_random(node: FxNode) -> None:
+    """Random numbers from a generator would differ between ranks, and when recomputed."""
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        raise CaptureError(
+            f"{source_of(node)} draws random numbers ({node.target}), which would differ from rank "
+            "to rank. Only torch.nn.functional.dropout is drawn the same in every layout; pass "
+            "other noise in as an input."
+        )
 
 
 class Converter:
@@ -187,6 +197,7 @@ class Converter:
             if isinstance(result, Tensor):
                 self.types[name] = tensor_type(result, self.sizes)
         _refuse_undefined(node)
+        _refuse_random(node)
         op, args, kwargs = self._normal(node)
         pairs = tuple(sorted((k, self._arg(v)) for k, v in kwargs.items() if k not in DROPPED))
         self.nodes.append(Node(op, tuple(map(self._arg, args)), pairs, outputs, source_of(node)))

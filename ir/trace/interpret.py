@@ -22,7 +22,8 @@ from ir.trace.source import source_of
 aten = torch.ops.aten
 RECURRENT = {
     aten.lstm.input, aten.lstm.data, aten.gru.input, aten.gru.data, aten.rnn_tanh.input,
-    aten.rnn_tanh.data, aten.rnn_relu.input, aten.rnn_relu.data,
+    aten.rnn_tanh.data, aten.rnn_relu.input, aten.rnn_relu.data, aten.gru_cell.default,
+    aten.lstm_cell.default, aten.rnn_tanh_cell.default, aten.rnn_relu_cell.default,
 }  # fmt: skip
 
 

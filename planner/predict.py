@@ -30,7 +30,8 @@ from planner.pins import Candidate, divisors
 from planner.price import COLLECTIVES
 from planner.recompute import MenuPoint, everything, named_point
 from planner.rows import Configuration
-from planner.sharding import Habits, ShardingResult, shard
+from planner.sharding import ShardingResult, shard
+from planner.sharding_program import Habits
 from planner.stage_problem import Assignment, Choice
 from planner.traits import Traits
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ir.graph import Node, TensorType, references
+from ir.graph import Node, State, TensorType, references
 from ir.layout import DATA
 from ir.lower import Lowered
 from ir.ops import op_def
@@ -181,6 +181,21 @@ class StateCost:
 
 MASTER_BYTES = 4
 """Of a parameter's fp32 copy, and of each tensor of optimizer state beside it."""
+
+
+def least_state_cost(item: State, cost: CostModel, optimizer: str, tensor: int) -> StateCost:
+    """What no sharding beats: the tensor and its gradient cut evenly over the tensor axis, with
+    nothing to reduce there."""
+    local = TensorType((item.type.elements(1) // tensor,), item.type.dtype)
+    size_bytes = local.bytes(1)
+    if not item.trainable:
+        return StateCost(size_bytes)
+    state_bytes = OPTIMIZER_TENSORS[optimizer] * size_bytes
+    sync_s = cost.collective_s("all_reduce", size_bytes, DATA) if cost.mesh.data > 1 else 0.0
+    return StateCost(
+        size_bytes, size_bytes, state_bytes, sync_s, cost.optimizer_s(size_bytes, state_bytes),
+        summed_bytes=size_bytes,
+    )  # fmt: skip
 
 
 def state_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateCost:

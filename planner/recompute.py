@@ -1,15 +1,7 @@
 """What a block keeps from forward for backward: a menu of points between everything and nothing.
 
-For every forward value v, node n and storage o of a lowered block:
-
-    minimise  sum_n seconds[n] rec[n]                       the nodes that backward runs again
-    (1)  save[v] + rec[maker of v] >= 1                     for every v that backward reads
-    (2)  rec[n] <= save[u] + rec[maker of u]                for every input u of n
-    (3)  keep[o] >= save[v]  for v in storage o;  keep[u] >= rec[n] for block inputs u of n
-    (4)  sum_o bytes[o] keep[o] <= budget
-
-Parameters and other state are always there, and dropout draws the same mask again. Sources:
-Checkmate (Jain et al., MLSys 2020); sharing of storages and the collectives' time are ours.
+Input: a lowered block with its storages and times. Output: `MenuPoint`s that no other one beats;
+those inside are solved by `planner.recompute_program`.
 """
 
 from __future__ import annotations
@@ -20,14 +12,16 @@ from dataclasses import dataclass
 from ir.graph import Node
 from ir.lower import Lowered
 from ir.recompute import backward_nodes, kept_values
+from planner.frontier import frontier
 from planner.fusion import is_fusable
 from planner.liveness import peak_bytes
 from planner.price import COLLECTIVES, NodeTimes, Seconds
-from planner.solver import Infeasible, Model, Solution, Variable
+from planner.recompute_program import KeptProgram
+from planner.solver import Infeasible
 from planner.storage import Storage
 
-BUDGETS = (0.75, 0.5, 0.25)
-"""Interior points: these parts of what can be saved between keeping all and nothing."""
+TOUCH = 1e-6
+"""Relative room of a budget for rounding."""
 STATISTICS = ("cross_entropy",)
 """Fused ops whose small results are kept rather than made again."""
 
@@ -202,15 +196,14 @@ class _Block:
 
 
 def _interior(block: _Block, none: MenuPoint, full: MenuPoint) -> Iterable[MenuPoint]:
-    """The cheapest point within each budget."""
+    """The cheapest point within each budget at which the curve below all points has a corner."""
     span = none.held_bytes - full.held_bytes
     if span <= 0:
         return
-    program = _Program(block)
-    for part in BUDGETS:
-        budget = full.held_bytes + part * span
+    program = KeptProgram(block.lowered, block.storage, block.times, block.always)
+    for line in frontier(program).lines[1:-1]:
         try:
-            kept = program.cheapest(budget, span)
+            kept = program.cheapest(line.bytes * (1 + TOUCH), span)
         except Infeasible:
             continue
         point = block.point("", kept)
@@ -228,66 +221,3 @@ def _undominated(points: Iterable[MenuPoint]) -> tuple[MenuPoint, ...]:
         if point.label not in known and not any(rival.beats(point) for rival in rivals):
             found.append(point)
     return tuple(found)
-
-
-class _Program:
-    """Rows (1) to (3); solved for one budget (4) after the other."""
-
-    def __init__(self, block: _Block) -> None:
-        self.block = block
-        self.makers = {n: node for node in block.lowered.forward for n in node.outputs}
-
-    def cheapest(self, budget_bytes: float, span_bytes: float) -> frozenset[str]:
-        """The kept values of the least time within the budget; bytes decide between equals."""
-        model, lowered, storage = Model(), self.block.lowered, self.block.storage
-        rec = {node.outputs[0]: model.binary() for node in lowered.forward}
-        save: dict[str, Variable] = {}
-        keep: dict[str, Variable] = {}
-
-        def keep_of(owner: str) -> Variable:
-            if owner not in keep:
-                keep[owner] = model.binary()
-            return keep[owner]
-
-        for name in self.makers:
-            if name in storage.owner and storage.owner[name] not in lowered.block.inputs:
-                save[name] = model.binary()
-                model.constrain([(1.0, keep_of(storage.owner[name])), (-1.0, save[name])], 0)  # (3)
-
-        def present(name: str) -> list[tuple[float, Variable]]:
-            terms = [(1.0, rec[self.makers[name].outputs[0]])]
-            return [*terms, (1.0, save[name])] if name in save else terms
-
-        for name in self._read():
-            if name in self.makers:
-                model.constrain(present(name), 1)  # (1)
-            elif name in self.block.activations:
-                model.constrain([(1.0, keep_of(name))], 1)
-        for node in lowered.forward:
-            again = rec[node.outputs[0]]
-            for name in node.inputs:
-                if name in self.makers:
-                    model.constrain([*present(name), (-1.0, again)], 0)  # (2)
-                elif name in self.block.activations:
-                    model.constrain([(1.0, keep_of(name)), (-1.0, again)], 0)  # (3)
-        sizes = [(float(storage.size_bytes[owner]), v) for owner, v in keep.items()]
-        model.constrain(sizes, upper=budget_bytes)  # (4)
-        seconds = [
-            (self.block.times.of[node.outputs[0]].total_s, rec[node.outputs[0]])
-            for node in lowered.forward
-        ]
-        tie_s = 1e-3 * sum(s for s, _ in seconds) / max(span_bytes, 1.0)
-        model.minimise([*seconds, *((tie_s * size, v) for size, v in sizes)])
-        solution = model.solve(1e-4)
-        return self._decoded(solution, save, rec)
-
-    def _read(self) -> tuple[str, ...]:
-        return tuple(n for n in self.block.lowered.saved if n not in self.block.always)
-
-    def _decoded(
-        self, solution: Solution, save: dict[str, Variable], rec: dict[str, Variable]
-    ) -> frozenset[str]:
-        """Saved values that backward needs once the recomputed ones are there."""
-        chosen = frozenset(name for name, v in save.items() if solution[v] > 0.5)
-        held = kept_values(self.block.lowered, chosen, self.block.always)
-        return frozenset(name for name in held if name in self.makers)

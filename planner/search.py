@@ -8,25 +8,27 @@ estimate until none can be better, and the plan carries the least bound of all.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from math import ceil
-from typing import Any
+from itertools import groupby
+from math import ceil, inf
+from typing import Any, TypeAlias
 
 from ir.batch import flow, needs_whole_batch
-from ir.cluster import GIB, Cluster
+from ir.cluster import GIB, Cluster, Mesh
 from ir.errors import Refused, UsageError
 from ir.graph import BATCH, Graph
 from ir.lower import Degrees
 from ir.plan import Plan, encode, signature
 from ir.variants import variants
 from planner.approximations import approximations, divides_something
+from planner.bounds import Bounds
 from planner.calibrated import cost_model
 from planner.candidate import Evaluated, Workload, evaluate
 from planner.cost import CostModel
 from planner.describe import describe
-from planner.estimate import Estimates
 from planner.pieces import Pieces, pieces, whole
 from planner.pins import Candidate, Pins, candidates, check_pins, divisors, meshes, read_pins
 from planner.price import OPTIMIZER_TENSORS
@@ -34,11 +36,14 @@ from planner.sharding import ShardingResult, shard
 from planner.solver import SolverFailed
 
 MOST_EVALUATIONS = 24
-"""Candidates that are evaluated before the search settles for the best one found."""
+"""Candidates that are planned before the search settles for the best one found."""
 MOST_SHARDINGS = 18
 """Sharding programs that are solved before only solved ones are used."""
+LEVELS = 3
+GAP = 0.005
+"""Relative; the search ends when no plan can be better than the best by more."""
 SLACK = 0.003
-"""The search ends when the next candidate promises less than this part of the step."""
+"""Less recomputation than this part of a step is not worth a sharding that holds less."""
 BYTE_PRICES = (0.0, 1.0, 10.0)
 """Prices of memory, in objectives per capacity, under which blocks are sharded."""
 MICRO_BATCH_BUCKETS = (1, 2, 4, 8)
@@ -103,11 +108,19 @@ class _Best:
         if self.found is None or _order(new) < _order(self.found):
             self.found = new
 
+    @property
+    def step_s(self) -> float:
+        """Of the best plan."""
+        return self.found.prediction.step_s if self.found else inf
+
 
 def _order(item: Evaluated) -> tuple[Any, ...]:
     candidate = item.candidate
     step = float(f"{item.prediction.step_s:.9g}")
     return (step, candidate.mesh.pipeline, -candidate.mesh.data, candidate.micro_batches)
+
+
+_Open: TypeAlias = tuple[float, tuple[int, int, int], int, Candidate]
 
 
 class _Search:
@@ -119,27 +132,55 @@ class _Search:
         self.notes: list[str] = []
         self.shardings: dict[tuple[int, int, int, float], ShardingResult] = {}
         self.pieces: dict[tuple[Any, ...], Pieces] = {}
-        self.estimates = Estimates(work, cluster, lambda c: self._pieces(c, 0.0))
-        self.bounds: list[float] = []
+        self.bounds = Bounds(work, cluster, self._alone)
+        self.evaluations = 0
 
     def run(self) -> Evaluated:
-        """Near tensor groups first; wider ones only if nothing else fits."""
-        near = self.cluster.near_devices
+        """Best first: of all candidates the one of the least bound is bounded more closely, and
+        then planned, until no bound is below the best plan by more than the gap."""
         everything = list(self._candidates())
-        tiers = (
-            [c for c in everything if c.mesh.tensor <= near],
-            [c for c in everything if c.mesh.tensor > near],
-        )
-        best = _Best()
-        for tier in tiers:
-            self._search(tier, best)
-            if best.found is not None:
-                return self._bounded(best.found)
-        raise self._nothing_fits(everything) if everything else self._nothing_to_do()
+        best, closed_s = _Best(), inf
+        open_ = [self._open(c, s, 1) for c, s in self._quick(everything)]
+        heapq.heapify(open_)
+        while open_ and open_[0][0] < (1 - GAP) * best.step_s:
+            bound_s, _, level, candidate = heapq.heappop(open_)
+            if level < LEVELS:
+                closer_s = max(bound_s, self.bounds.close_s(candidate, exact=level == 2))
+                heapq.heappush(open_, self._open(candidate, closer_s, level + 1))
+                continue
+            closed_s = min(closed_s, bound_s)
+            if self.evaluations < MOST_EVALUATIONS:
+                self._try(candidate, best)
+            elif open_ and closed_s <= open_[0][0]:
+                break
+        if best.found is None:
+            raise self._nothing_fits(everything) if everything else self._nothing_to_do()
+        return self._bounded(best.found, min([closed_s, *(item[0] for item in open_[:1])]))
+
+    def _quick(self, options: list[Candidate]) -> Iterator[tuple[Candidate, float]]:
+        """Candidates with their first bounds, without those that can't fit: where rows do not
+        fit on a mesh, more rows do not either."""
+        by_mesh = sorted(options, key=lambda c: (astuple(c.mesh), c.rows))
+        for _, group in groupby(by_mesh, key=lambda c: c.mesh):
+            for candidate in group:
+                bound_s = self.bounds.quick_s(candidate)
+                if bound_s == inf:
+                    break
+                yield candidate, bound_s
+
+    def _open(self, candidate: Candidate, bound_s: float, level: int) -> _Open:
+        """An entry of the queue; of equal bounds fewer stages and more data ranks come first."""
+        mesh = candidate.mesh
+        order = (mesh.pipeline, -mesh.data, candidate.micro_batches)
+        return bound_s, order, level, candidate
+
+    def _alone(self, rows: int) -> Pieces:
+        """The pieces of one device."""
+        return self._pieces(Candidate(Mesh(), 1, "1f1b", rows), 0.0)
 
     def _nothing_fits(self, options: list[Candidate]) -> Refused:
         """What the candidate of least memory lacks, and how many devices its state asks for."""
-        least = min(options, key=lambda c: (self.estimates.need_bytes(c), self.estimates.key(c)))
+        least = min(options, key=lambda c: (self.bounds.need_bytes(c), c.mesh.pipeline))
         cost = cost_model(self.cluster, least.mesh)
         price = BYTE_PRICES[-1] if least.mesh.tensor > 1 else 0.0
         reason = "no plan fits"
@@ -147,14 +188,14 @@ class _Search:
             evaluate(self.work, least, self._pieces(least, price), cost)
         except Refused as error:
             reason = str(error)
-        state_bytes = self.estimates.state_bytes()
+        state_bytes = self.bounds.state_bytes(Mesh())
         devices = ceil(state_bytes / cost.capacity_bytes)
         needs = f" The state alone ({state_bytes / GIB:.1f} GiB) needs at least {devices} devices."
         asked = f" The least was tried: {least.mesh}, {least.rows} rows per micro-batch."
         return Refused(reason + asked + (needs if devices > self.cluster.n_devices else ""))
 
-    def _bounded(self, found: Evaluated) -> Evaluated:
-        bound_s = min([*self.bounds, found.prediction.step_s])
+    def _bounded(self, found: Evaluated, bound_s: float) -> Evaluated:
+        bound_s = min(bound_s, found.prediction.step_s)
         return replace(found, prediction=replace(found.prediction, bound_s=bound_s))
 
     def _candidates(self) -> Iterator[Candidate]:
@@ -175,9 +216,7 @@ class _Search:
                 continue
             if mesh.data > 1 and not self.has_batch:
                 continue
-            yield from candidates(
-                self.pins, mesh, self.work.global_batch, whole_batch=whole_batch
-            )
+            yield from candidates(self.pins, mesh, self.work.global_batch, whole_batch=whole_batch)
 
     def _nothing_to_do(self) -> Refused:
         devices, calls = self.cluster.n_devices, len(self.work.graph.calls)
@@ -189,25 +228,9 @@ class _Search:
             f"{fitting[-1]} devices, or another global batch."
         )
 
-    def _search(self, options: list[Candidate], best: _Best) -> None:
-        """Best first, by an estimate that learns what sharding costs at each tensor degree."""
-        open_ = self.estimates.ranked(options)
-        evaluations = 0
-        while open_ and evaluations < MOST_EVALUATIONS:
-            open_.sort(key=self.estimates.key)
-            candidate = open_[0]
-            if best.found and self.estimates.guess_s(candidate) >= (
-                (1 - SLACK) * best.found.prediction.step_s
-            ):
-                break
-            open_.pop(0)
-            evaluations += 1
-            self._try(candidate, best)
-        self.bounds += [self.estimates.bound_s(c) for c in open_]
-
     def _try(self, candidate: Candidate, best: _Best) -> None:
         """Evaluates a candidate under rising prices of memory."""
-        self.bounds.append(self.estimates.bound_s(candidate))
+        self.evaluations += 1
         cost = cost_model(self.cluster, candidate.mesh)
         for price in BYTE_PRICES if candidate.mesh.tensor > 1 else BYTE_PRICES[:1]:
             if best.found and not self._is_solved(candidate, price):
@@ -219,7 +242,6 @@ class _Search:
             except Refused:
                 continue
             best.offer(found)
-            self.estimates.learn(candidate, found.pieces)
             if _recomputed_share(found) < SLACK:
                 return
 
@@ -262,9 +284,7 @@ class _Search:
             if price:
                 free = self._sharding(candidate, 0.0, cost)
                 rate = price * free.objective_s / cost.capacity_bytes
-            self.shardings[key] = shard(
-                work.graph, work.kinds, degrees, cost, byte_price_s=rate
-            )
+            self.shardings[key] = shard(work.graph, work.kinds, degrees, cost, byte_price_s=rate)
         return self.shardings[key]
 
 

@@ -1,38 +1,20 @@
-"""The sharding of all blocks on the tensor axis, as one integer program.
+"""The sharding of all blocks on the tensor axis, by the program of `planner.sharding_program`.
 
-Nodes i of the joint graphs, strategies p of a node, layouts l of a value:
-
-    minimise  sum_ip compute[i,p] s[i,p] + sum_ilm reshard[i,lm] r[i,lm,phase] + update[c,l] y[c,l]
-    (1)  sum_p s[i,p] = 1                                  one strategy per node
-    (2)  sum_m e[ij,lm] = sum_{p gives l} s[i,p]           tight linking, producer side
-    (3)  sum_l e[ij,lm] = sum_{q takes m} s[j,q]           tight linking, consumer side
-    (4)  r[i,lm,phase] >= e[ij,lm]                         a reshard is paid once per phase
-    (5)  sum_l y[c,l] = 1                                  one layout per boundary class
-    (6)  a block's input has its class' layout; outputs and gradients are delivered in it
-
-Sources: the formulation is Alpa's and AutoParallel's with the tight linking; (4) and (5) let it
-find sequence-sharded norms and residuals by itself. Costs of repeated blocks count as often as
-they occur; what happens once per step counts 1 / micro-batches.
+Input: a graph, its variants, degrees, a cost model. Output: a `ShardingResult`: one strategy per
+node, one layout per state tensor and boundary, and the proven bound of their seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ir.graph import Graph, Node, TensorType, references
-from ir.layout import REPLICATE, Layout, Placement, Shard
-from ir.lower import Degrees, Sharding, local_type
-from ir.reshard import possible, step
-from ir.strategies import Strategy, strategies
+from ir.graph import Graph
+from ir.layout import Placement
+from ir.lower import Degrees, Sharding
 from ir.variants import Variant
 from planner.cost import CostModel
-from planner.ports import Port, Ports, connect, divides, options
-from planner.solver import Model, Solution, Variable
-from planner.work import work_of
-
-HELD_TENSORS = 3
-"""A parameter and two tensors of optimizer state; its gradient is priced where it is made."""
+from planner.sharding_program import Habits, ShardingProgram
+from planner.solver import Solution
 
 
 @dataclass(frozen=True)
@@ -46,319 +28,58 @@ class ShardingResult:
     variables: int
 
 
-@dataclass(frozen=True, slots=True)
-class Habits:
-    """Restrictions that make the sharding that of a given program instead of the best one.
-
-    `cut_weights`: matrices are cut, and used as they are stored: never gathered.
-    `whole_activations`: no factor of what goes from block to block is cut, inside them neither
-    (Megatron's tensor parallelism before its sequence parallelism, Korthikanti et al. 2022).
-    `cut_activations`: what goes from block to block is cut (that sequence parallelism).
-    """
-
-    cut_weights: bool = False
-    whole_activations: bool = False
-    cut_activations: bool = False
-
-
-@dataclass
-class _Program:
-    """The model under construction and its variables."""
-
-    model: Model = field(default_factory=Model)
-    cost: list[tuple[float, Variable]] = field(default_factory=list)
-    chosen: dict[tuple[int, Node], list[tuple[Strategy, Variable]]] = field(default_factory=dict)
-    layouts: dict[int, list[tuple[Placement, Variable]]] = field(default_factory=dict)
-    paid: dict[tuple[int, str, Placement, Placement, bool], Variable] = field(default_factory=dict)
-
-
 def shard(
     graph: Graph, kinds: tuple[Variant, ...], degrees: Degrees, cost: CostModel,
     *, byte_price_s: float = 0.0, gap: float = 0.001, habits: Habits | None = None,
 ) -> ShardingResult:  # fmt: skip
     """The cheapest sharding. `byte_price_s`: seconds per byte of parameters, gradients and
     optimizer state held. `habits`: what a hand-written program would not do."""
-    return _Search(graph, kinds, degrees, cost, byte_price_s, habits).solve(gap)
+    built = ShardingProgram(
+        graph, kinds, degrees, cost, byte_price_s=byte_price_s, habits=habits,
+        twice=habits is not None,
+    )  # fmt: skip
+    program = built.program
+    program.model.minimise(program.cost)
+    return _decoded(built, program.model.solve(gap))
 
 
-class _Search:
-    """Builds, solves and decodes; see the module's docstring."""
+def _decoded(built: ShardingProgram, solution: Solution) -> ShardingResult:
+    picked = {
+        number: next(p for p, v in row if solution[v] > 0.5)
+        for number, row in built.program.layouts.items()
+    }
+    found = tuple(_sharding(built, n, solution, picked) for n in range(len(built.kinds)))
+    state = {name: picked[number] for name, number in built.ports.state.items()}
+    return ShardingResult(found, state, solution.objective, solution.bound, len(solution.values))
 
-    def __init__(self, graph: Graph, kinds: tuple[Variant, ...], degrees: Degrees,
-                 cost: CostModel, byte_price_s: float,
-                 habits: Habits | None = None) -> None:  # fmt: skip
-        self.graph, self.kinds, self.degrees, self.cost = graph, kinds, degrees, cost
-        self.byte_price_s, self.habits = byte_price_s, habits or Habits()
-        self.ports: Ports = connect(graph, kinds)
-        self.program = _Program()
 
-    def solve(self, gap: float) -> ShardingResult:
-        self._classes()
-        for number in range(len(self.kinds)):
-            self._nodes(number)
-        for number in range(len(self.kinds)):
-            self._edges(number)
-            self._deliveries(number)
-        self.program.model.minimise(self.program.cost)
-        return self._decode(self.program.model.solve(gap))
+def _sharding(
+    built: ShardingProgram, number: int, solution: Solution, picked: dict[int, Placement]
+) -> Sharding:
+    block = built.kinds[number].block
+    chosen = {
+        node: next(s for s, v in built.program.chosen[number, node] if solution[v] > 0.5)
+        for node in block.nodes
+    }
+    made: dict[str, Placement] = {}
+    for node, option in chosen.items():
+        results = [name for name in node.outputs if name in block.types]
+        made |= dict(zip(results, option.results, strict=True))
 
-    # build
+    def port(kind: str, name: str) -> Placement:
+        return picked[built.ports.of_value[number, kind, name]]
 
-    def _classes(self) -> None:
-        """(5), and what holding and updating a parameter costs."""
-        types = {state.name: state for state in self.graph.state}
-        held: dict[int, list[str]] = {}
-        for name, number in self.ports.state.items():
-            held.setdefault(number, []).append(name)
-        for number in sorted(set(self.ports.of_value.values())):
-            row = []
-            for place in self._options(number, stored=number in held):
-                variable = self.program.model.binary()
-                row.append((place, variable))
-                price = 0.0
-                for name in held.get(number, ()):
-                    kind = types[name]
-                    share = self.degrees.tensor if isinstance(place, Shard) else 1
-                    size = kind.type.bytes(self.degrees.batch) / share
-                    kept = size * (HELD_TENSORS if kind.trainable else 1)
-                    update = self.cost.optimizer_s(size, 2 * size) if kind.trainable else 0.0
-                    price += update / self.degrees.micro_batches + kept * self.byte_price_s
-                self.program.cost.append((price, variable))
-            self.program.layouts[number] = row
-            self.program.model.constrain([(1.0, v) for _, v in row], 1, 1)
-
-    def _options(self, number: int, *, stored: bool) -> tuple[Placement, ...]:
-        """Placements of a boundary class; only state is cut if activations have to be whole."""
-        if self.habits.whole_activations and not stored:
-            return (REPLICATE,)
-        found = options(self.ports, number, self.kinds, self.degrees.tensor)
-        if self.habits.cut_activations and not stored:
-            return tuple(place for place in found if place != REPLICATE) or found
-        if not (self.habits.cut_weights and stored and self._is_matrix(number)):
-            return found
-        return tuple(p for p in found if self._is_usable_cut(number, p)) or (REPLICATE,)
-
-    def _is_usable_cut(self, number: int, place: Placement) -> bool:
-        """Whether state may be stored cut like this and used so by some block."""
-        if not isinstance(place, Shard):
-            return False
-        return not self.habits.whole_activations or any(
-            self.kinds[variant].factors.leaf_of(name, place) not in self._crossing_leaves(variant)
-            for variant, _, name in self.ports.members(number)
-        )
-
-    def _is_matrix(self, number: int) -> bool:
-        """Whether a class holds trained tensors of two or more dims."""
-        names = {name for name, found in self.ports.state.items() if found == number}
-        return any(
-            item.trainable and len(item.type.shape) > 1
-            for item in self.graph.state if item.name in names
-        )
-
-    def _crossing_leaves(self, number: int) -> set[int]:
-        """The factors of the activations that enter or leave a block."""
-        block, factors = self.kinds[number].block, self.kinds[number].factors
-        crossing = [n for n in block.inputs if not self._is_state(number, n)] + [*block.outputs]
-        return {leaf for name in crossing for leaf in factors.leaves(name)}
-
-    def _nodes(self, number: int) -> None:
-        """(1), with the compute cost of each strategy."""
-        variant = self.kinds[number]
-        factors = variant.factors
-        leaves = [leaf for leaf in factors.size if divides(factors, leaf, self.degrees.tensor)]
-        if self.habits.whole_activations:
-            crossing = self._crossing_leaves(number)
-            leaves = [leaf for leaf in leaves if leaf not in crossing]
-        weight = len(variant.calls)
-        for node in variant.block.nodes:
-            row = []
-            for option in strategies(node, factors, leaves):
-                variable = self.program.model.binary()
-                row.append((option, variable))
-                seconds = weight * self._compute_s(variant, node, option)
-                self.program.cost.append((seconds, variable))
-            self.program.chosen[number, node] = row
-            self.program.model.constrain([(1.0, v) for _, v in row], 1, 1)
-
-    def _compute_s(self, variant: Variant, node: Node, option: Strategy) -> float:
-        batch = variant.spread.chosen[node]
-        names = [ref.name for ref in references((node.args, node.kwargs))]
-        made = [name for name in node.outputs if name in variant.block.types]
-        operands = [
-            self._local(variant, name, Layout(*places))
-            for name, *places in zip(names, batch.operands, option.operands, strict=True)
-        ]
-        results = [
-            self._local(variant, name, Layout(*places))
-            for name, *places in zip(made, batch.results, option.results, strict=True)
-        ]
-        seconds = self.cost.compute_s(work_of(node, operands, results))
-        if option.communicates:
-            rows = self._bytes(variant, made[0], Layout(batch.results[0]))
-            seconds += 3 * self.cost.collective_s("all_reduce", rows, "tensor")
-        return seconds
-
-    def _local(self, variant: Variant, name: str, layout: Layout) -> TensorType:
-        return local_type(variant.block.types[name], layout, self.degrees, self.degrees.rows)
-
-    def _bytes(self, variant: Variant, name: str, layout: Layout) -> int:
-        return self._local(variant, name, layout).bytes(1)
-
-    def _edges(self, number: int) -> None:
-        """(2) and (3) between nodes, and (6) from the boundary."""
-        variant = self.kinds[number]
-        have = {name: self._layouts(number, name) for name in self._boundary(number)}
-        for i, node in enumerate(variant.block.nodes):
-            backward = i >= variant.block.n_forward
-            row = self.program.chosen[number, node]
-            names = [ref.name for ref in references((node.args, node.kwargs))]
-            for position, name in enumerate(names):
-                need: dict[Placement, list[Variable]] = {}
-                for option, variable in row:
-                    need.setdefault(option.operands[position], []).append(variable)
-                self._link(number, name, have[name], need, backward, len(variant.calls))
-            results = [name for name in node.outputs if name in variant.block.types]
-            for k, name in enumerate(results):
-                made: dict[Placement, list[Variable]] = {}
-                for option, variable in row:
-                    made.setdefault(option.results[k], []).append(variable)
-                have[name] = made
-        self.have = have
-
-    def _boundary(self, number: int) -> list[str]:
-        block = self.kinds[number].block
-        return [*block.inputs, *(tangent for _, tangent in block.tangents)]
-
-    def _layouts(self, number: int, name: str) -> dict[Placement, list[Variable]]:
-        """The class variables of an input, or of the tangent of an output."""
-        tangents = {t: output for output, t in self.kinds[number].block.tangents}
-        port: Port = (number, "value", name)
-        if name in tangents:
-            port = (number, "gradient", tangents[name])
-        return {p: [v] for p, v in self.program.layouts[self.ports.of_value[port]]}
-
-    def _link(
-        self, number: int, name: str, have: dict[Placement, list[Variable]],
-        need: dict[Placement, list[Variable]], backward: bool, weight: float,
-    ) -> None:  # fmt: skip
-        """(2), (3) and (4) for one use of a value."""
-        if len(have) == 1 and len(need) == 1 and set(have) == set(need):
-            return
-        model = self.program.model
-        edges = {
-            (a, b): model.variable(0, 1) for a in have for b in need
-            if possible(a, b) and not self._is_moved_weight(number, name, a, b)
-        }
-        for a, variables in have.items():
-            row = [(1.0, e) for (x, _), e in edges.items() if x == a]
-            model.constrain([*row, *((-1.0, v) for v in variables)], 0, 0)
-        for b, variables in need.items():
-            row = [(1.0, e) for (_, y), e in edges.items() if y == b]
-            model.constrain([*row, *((-1.0, v) for v in variables)], 0, 0)
-        for (a, b), edge in edges.items():
-            seconds = self._reshard_s(self.kinds[number], name, a, b) * weight
-            if seconds:
-                paid = self._paid(number, name, a, b, backward, seconds)
-                model.constrain([(1.0, paid), (-1.0, edge)], 0)
-
-    def _is_moved_weight(self, number: int, name: str, a: Placement, b: Placement) -> bool:
-        """Whether this would communicate state that has to stay where it is stored."""
-        is_input = name in self.kinds[number].block.inputs
-        if not (self.habits.cut_weights and is_input and self._is_state(number, name)):
-            return False
-        return step(a, b) not in (None, "shard")
-
-    def _paid(
-        self, number: int, name: str, a: Placement, b: Placement, backward: bool, seconds: float
-    ) -> Variable:
-        key = (number, name, a, b, backward)
-        if key not in self.program.paid:
-            self.program.paid[key] = variable = self.program.model.variable(0, 1)
-            self.program.cost.append((seconds, variable))
-        return self.program.paid[key]
-
-    def _reshard_s(self, variant: Variant, name: str, a: Placement, b: Placement) -> float:
-        kind = step(a, b)
-        if kind is None:
-            return 0.0
-        layout = Layout(variant.spread.place[name], a if kind == "all_to_all" else REPLICATE)
-        return self.cost.collective_s(kind, self._bytes(variant, name, layout), "tensor")
-
-    def _deliveries(self, number: int) -> None:
-        """(6): outputs and gradients arrive in their class' layout; parameters' once per step."""
-        block = self.kinds[number].block
-        weight = float(len(self.kinds[number].calls))
-        for name in block.outputs:
-            self._link(number, name, self.have[name], self._layouts(number, name), False, weight)
-        for value, gradient in block.gradients:
-            once = self._is_state(number, value)
-            kind = "value" if once else "gradient"
-            if once and self.byte_price_s:
-                self._price_accumulator(number, gradient, weight)
-            target = {
-                p: [v]
-                for p, v in self.program.layouts[self.ports.of_value[number, kind, value]]
-            }
-            share = weight / self.degrees.micro_batches if once else weight
-            self._link(number, gradient, self.have[gradient], target, True, share)
-
-    def _price_accumulator(self, number: int, gradient: str, weight: float) -> None:
-        """A gradient is accumulated in the layout it is made in: only a cut makes it smaller."""
-        size = self.kinds[number].block.types[gradient].bytes(self.degrees.batch)
-        for place, variables in self.have[gradient].items():
-            share = self.degrees.tensor if isinstance(place, Shard) else 1
-            price = weight * size / share * self.byte_price_s
-            self.program.cost += [(price, v) for v in variables]
-
-    def _is_state(self, number: int, name: str) -> bool:
-        call = self.graph.calls[self.kinds[number].calls[0]]
-        place = self.kinds[number].block.inputs.index(name)
-        return call.arguments[place] in self.ports.state
-
-    # decode
-
-    def _decode(self, solution: Solution) -> ShardingResult:
-        picked = {
-            number: next(p for p, v in row if solution[v] > 0.5)
-            for number, row in self.program.layouts.items()
-        }
-        found = tuple(self._sharding(n, solution, picked) for n in range(len(self.kinds)))
-        state = {name: picked[number] for name, number in self.ports.state.items()}
-        return ShardingResult(
-            found, state, solution.objective, solution.bound, len(solution.values)
-        )
-
-    def _sharding(self, number: int, solution: Solution, picked: dict[int, Placement]) -> Sharding:
-        block = self.kinds[number].block
-        chosen = {
-            node: next(s for s, v in self.program.chosen[number, node] if solution[v] > 0.5)
-            for node in block.nodes
-        }
-        made: dict[str, Placement] = {}
-        for node, option in chosen.items():
-            results = [name for name in node.outputs if name in block.types]
-            made |= dict(zip(results, option.results, strict=True))
-
-        def port(kind: str, name: str) -> Placement:
-            return picked[self.ports.of_value[number, kind, name]]
-
-        made |= {name: port("value", name) for name in block.inputs}
-        made |= {t: port("gradient", o) for o, t in block.tangents}
-        return Sharding(
-            chosen, tuple(port("value", name) for name in block.inputs),
-            tuple(port("value", name) for name in block.outputs),
-            tuple(port("gradient", output) for output, _ in block.tangents),
-            tuple(self._delivered(number, v, made[g], port) for v, g in block.gradients),
-        )  # fmt: skip
-
-    def _delivered(
-        self, number: int, value: str, made: Placement, port: Callable[[str, str], Placement]
-    ) -> Placement:
+    def delivered(value: str, gradient: str) -> Placement:
         """Gradients of a parameter that one call uses are brought into its layout once a step."""
-        if not self._is_state(number, value):
+        if not built.is_state(number, value):
             return port("gradient", value)
-        calls = self.kinds[number].calls
-        place = self.kinds[number].block.inputs.index(value)
-        names = {self.graph.calls[i].arguments[place] for i in calls}
-        alone = all(self.ports.uses[name] == 1 for name in names)
-        return made if alone else port("value", value)
+        return made[gradient] if built.is_alone(number, value) else port("value", value)
+
+    made |= {name: port("value", name) for name in block.inputs}
+    made |= {t: port("gradient", o) for o, t in block.tangents}
+    return Sharding(
+        chosen, tuple(port("value", name) for name in block.inputs),
+        tuple(port("value", name) for name in block.outputs),
+        tuple(port("gradient", output) for output, _ in block.tangents),
+        tuple(delivered(value, gradient) for value, gradient in block.gradients),
+    )  # fmt: skip

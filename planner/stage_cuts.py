@@ -104,13 +104,24 @@ def _relaxed_stage(problem: StageProblem, stage: int) -> Array:
 
 
 def _indifferent_prices(times: Sequence[Array], sizes: Sequence[Array]) -> list[float]:
-    """0 and the prices at which a faster, larger point costs the same as a slower, smaller one."""
+    """0 and the prices at which the best point of a run changes: the slopes of its lower hull."""
     prices = {0.0}
     for time, size in zip(times, sizes, strict=True):
-        slower, larger = time[:, None] - time, size - size[:, None]
-        trade = (slower > 0) & (larger > 0)
-        prices.update((slower[trade] / larger[trade]).tolist())
+        order = np.lexsort((size, time))
+        hull: list[tuple[float, float]] = []  # rising time, falling size
+        for point in zip(time[order].tolist(), size[order].tolist(), strict=True):
+            if hull and point[1] >= hull[-1][1]:
+                continue
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], point):
+                hull.pop()
+            hull.append(point)
+        prices.update(_slope(*pair) for pair in pairwise(hull))
     return sorted(prices)
+
+
+def _slope(faster: tuple[float, float], smaller: tuple[float, float]) -> float:
+    """Seconds per size between two points."""
+    return (smaller[0] - faster[0]) / (faster[1] - smaller[1])
 
 
 def _lowered_limit(weight: float, values: Array, cheapest: Callable[[float], Cuts]) -> Cuts:

@@ -14,7 +14,8 @@ from ir.variants import variants
 from planner.cost import Roofline
 from planner.pieces import whole
 from planner.price import node_times
-from planner.recompute import _Block, _Program, everything, menu
+from planner.recompute import _Block, everything, menu
+from planner.recompute_program import KeptProgram
 from planner.storage import storage_of
 
 COST = Roofline(Cluster.parse("1xH100-SXM"), Mesh())
@@ -45,7 +46,7 @@ def test_the_recompute_program_equals_brute_force(block: _Block) -> None:
     for part in (0.9, 0.7, 0.5, 0.3, 0.1):
         budget = full.held_bytes + part * (none.held_bytes - full.held_bytes)
         least_s = min(p.backward.total_s for size, p in priced if size <= budget)
-        kept = _Program(block).cheapest(budget, none.held_bytes - full.held_bytes)
+        kept = KeptProgram(block.lowered, block.storage, block.times, block.always).cheapest(budget, none.held_bytes - full.held_bytes)
         found = block.point("", kept)
         assert found.held_bytes <= budget
         assert found.backward.total_s == pytest.approx(least_s, rel=2e-3)

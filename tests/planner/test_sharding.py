@@ -21,7 +21,9 @@ from ir.trace import trace
 from ir.variants import Variant, variants
 from planner.cost import Roofline
 from planner.ports import divides, options
-from planner.sharding import ShardingResult, _Search, shard
+from planner.node_prices import NodePrices
+from planner.sharding import ShardingResult, shard
+from planner.sharding_program import ShardingProgram
 
 COST = Roofline(Cluster.local(2), Mesh(1, 1, 2))
 DEGREES = Degrees(8, 1, 2, 1)
@@ -40,11 +42,12 @@ class Exhaustive:
     byte_price_s: float
     best_s: float = inf
     only: ShardingResult | None = None
-    prices: _Search = field(init=False)
+    prices: ShardingProgram = field(init=False)
     least: dict[tuple[int, int], float] = field(default_factory=dict)
+    seconds: dict[tuple[int, Node], dict[Strategy, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.prices = _Search(self.graph, self.kinds, DEGREES, COST, self.byte_price_s)
+        self.prices = ShardingProgram(self.graph, self.kinds, DEGREES, COST)
 
     def solve(self) -> float:
         choices = self._choices()
@@ -65,7 +68,7 @@ class Exhaustive:
         rows += [("gradient", gradients, made and made.gradients)]
         for kind, names, places in rows:
             for name, place in zip(names, places or [None] * len(names), strict=True):
-                is_state = names is gradients and self.prices._is_state(number, name)
+                is_state = names is gradients and self.prices.is_state(number, name)
                 if not is_state:
                     yield kind, name, place
 
@@ -106,14 +109,13 @@ class Exhaustive:
             self._deliver(number, picked, have, paid, spent_s)
             return
         node, weight = kind.block.nodes[place], len(kind.calls)
-        phase = place >= kind.block.n_forward
         for option in self._strategies(kind, node):
             names = [ref.name for ref in references((node.args, node.kwargs))]
             wants = list(zip(names, option.operands, strict=True))
             if not all(possible(have[name], want) for name, want in wants):
                 continue
-            moves = {(name, have[name], want, phase) for name, want in wants} - paid
-            seconds = self.prices._compute_s(kind, node, option) + self._moves_s(kind, moves)
+            moves = {(name, have[name], want) for name, want in wants} - paid
+            seconds = self._options(kind, node)[option] + self._moves_s(kind, moves)
             results = [name for name in node.outputs if name in kind.block.types]
             made = have | dict(zip(results, option.results, strict=True))
             self._node(number, place + 1, picked, made, paid | moves, spent_s + weight * seconds)
@@ -125,10 +127,17 @@ class Exhaustive:
             rest += [(kind, n) for kind in self.kinds[number + 1 :] for n in kind.block.nodes]
             self.least[number, place] = sum(
                 len(kind.calls)
-                * min(self.prices._compute_s(kind, node, s) for s in self._strategies(kind, node))
+                * min(self._options(kind, node)[s] for s in self._strategies(kind, node))
                 for kind, node in rest
             )
         return self.least[number, place]
+
+    def _options(self, kind: Variant, node: Node) -> dict[Strategy, float]:
+        """Seconds by strategy."""
+        key = (self.kinds.index(kind), node)
+        if key not in self.seconds:
+            self.seconds[key] = dict(NodePrices(kind, DEGREES, COST).options(node))
+        return self.seconds[key]
 
     def _strategies(self, kind: Variant, node: Node) -> Iterator[Strategy]:
         if self.only:
@@ -138,21 +147,22 @@ class Exhaustive:
         yield from strategies(node, kind.factors, leaves)
 
     def _moves_s(self, kind: Variant, moves) -> float:
-        return sum(self.prices._reshard_s(kind, name, a, b) for name, a, b, _ in moves)
+        number = self.kinds.index(kind)
+        return sum(self.prices._reshard_s(number, name, a, b) for name, a, b in moves)
 
     def _deliver(self, number, picked, have, paid, spent_s) -> None:
         kind, port = self.kinds[number], self.prices.ports.of_value
-        wanted = [(o, picked[port[number, "value", o]], False) for o in kind.block.outputs]
+        wanted = [(o, picked[port[number, "value", o]]) for o in kind.block.outputs]
         for value, gradient in kind.block.gradients:
-            once = self.prices._is_state(number, value)
+            once = self.prices.is_state(number, value)
             target = picked[port[number, "value" if once else "gradient", value]]
-            wanted.append((gradient, target, True))
+            wanted.append((gradient, target))
             if once:
                 share = 2 if isinstance(have[gradient], Shard) else 1
                 size = kind.block.types[gradient].bytes(8) / share
                 spent_s += len(kind.calls) * size * self.byte_price_s
-        if all(possible(have[name], want) for name, want, _ in wanted):
-            moves = {(name, have[name], want, phase) for name, want, phase in wanted} - paid
+        if all(possible(have[name], want) for name, want in wanted):
+            moves = {(name, have[name], want) for name, want in wanted} - paid
             spent_s += len(kind.calls) * self._moves_s(kind, moves)
             self._variant(number + 1, picked, spent_s)
 

@@ -1,0 +1,267 @@
+"""Lower bounds of candidates: what no sharding, kept values or cuts beat under the cost model.
+
+Input: a candidate. Output: seconds of a step, at three levels, each closer and slower to find.
+
+    (1) every node takes what its fastest strategy takes and nothing is communicated; stages share
+        all work evenly, but no layer is cut; recomputation makes room for all stages together
+    (2) the best cuts into stages, each recomputing what its own memory asks for
+    (3) the same, with blocks that are no faster than `planner.sharding_bound` says
+
+At all, no choice of kept values recomputes less than `planner.frontier` says, and what a device
+holds is cut evenly over the tensor axis.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from math import ceil, inf
+
+from ir.cluster import Cluster, Mesh
+from ir.lower import Degrees
+from ir.ops import op_def
+from ir.recompute import state_inputs
+from planner.calibrated import cost_model
+from planner.candidate import Workload
+from planner.cost import CostModel
+from planner.frontier import Frontier, frontier
+from planner.pieces import Pieces
+from planner.pins import Candidate
+from planner.price import NodeTimes, Seconds, StateCost, least_state_cost
+from planner.recompute_program import KeptProgram
+from planner.schedule import in_flight
+from planner.sharding_bound import BlockBound, block_bound
+from planner.stage_cuts import best_cuts, relaxed_seconds, tail_seconds
+from planner.stage_problem import Point, Run, StageProblem
+
+COUNT = 8
+"""Micro-batches for which blocks are bounded: what happens once per step is not in their bounds."""
+
+
+@dataclass
+class Bounds:
+    """Bounds by candidate; shares what depends on the tensor degree and the rows only.
+
+    `pieces_of` gives the pieces of one device for so many rows.
+    """
+
+    work: Workload
+    cluster: Cluster
+    pieces_of: Callable[[int], Pieces]
+    blocks: dict[tuple[int, int, bool], tuple[BlockBound, ...]] = field(default_factory=dict)
+    frontiers: dict[int, tuple[Frontier, ...]] = field(default_factory=dict)
+    crossings: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
+    states: dict[Mesh, dict[str, StateCost]] = field(default_factory=dict)
+
+    # (1)
+
+    def quick_s(self, candidate: Candidate) -> float:
+        """Seconds that no plan of the candidate beats, in closed form; infinity if none can fit."""
+        mesh, kinds = candidate.mesh, self.work.kinds
+        again_s = self._again_s(candidate)
+        state, stages = sum(self._states(mesh).values(), StateCost()), mesh.pipeline
+        seconds = [
+            (len(kind.calls), block.curve.corners[0][0])
+            for kind, block in zip(kinds, self._blocks(candidate, exact=False), strict=True)
+        ]
+        total_s = sum(n * s for n, s in seconds)
+        pace_s = max(total_s / stages, *(ceil(n / stages) * s for n, s in seconds))
+        tail_s = (state.sync_s + state.update_s) / stages
+        step_s = total_s + (candidate.micro_batches - 1) * pace_s
+        return step_s + again_s * (1 + (candidate.micro_batches - 1) / stages) + tail_s
+
+    def state_bytes(self, mesh: Mesh) -> float:
+        """State of a device when it is divided evenly by stages and shards."""
+        return sum(item.held_bytes for item in self._states(mesh).values()) / mesh.pipeline
+
+    def need_bytes(self, candidate: Candidate) -> float:
+        """State and activations of a device, divided evenly, with everything recomputed."""
+        mesh = candidate.mesh
+        held = in_flight(0, mesh.pipeline, candidate.micro_batches, candidate.schedule)
+        least = sum(n * corners[-1][1] for n, corners in self._kept(candidate))
+        return self.state_bytes(mesh) + held * least / mesh.pipeline
+
+    def _kept(self, candidate: Candidate) -> list[tuple[int, list[tuple[float, float]]]]:
+        """Per variant its calls, and (seconds recomputed, bytes kept) on one device of the mesh."""
+        tensor = candidate.mesh.tensor
+        rows = []
+        for number, curve in enumerate(self._frontiers(candidate.rows)):
+            again = self._evenness(candidate, number) / tensor
+            corners = [(seconds * again, kept / tensor) for seconds, kept in curve.corners]
+            rows.append((len(self.work.kinds[number].calls), corners))
+        return rows
+
+    def _again_s(self, candidate: Candidate) -> float:
+        """The least recomputation per micro-batch, of all stages, that makes room for what is
+        kept: by duality, over the prices of a kept byte; infinity if nothing makes room."""
+        kept, room = self._kept(candidate), self._room_bytes(candidate)
+        if sum(n * corners[-1][1] for n, corners in kept) > room:
+            return inf
+        prices = {
+            (tall[0] - flat[0]) / (flat[1] - tall[1])
+            for _, corners in kept for flat in corners for tall in corners
+            if tall[0] > flat[0] and flat[1] > tall[1]
+        }  # fmt: skip
+        return max(
+            sum(n * min(s + price * size for s, size in corners) for n, corners in kept)
+            - price * room
+            for price in (0.0, *prices)
+        )
+
+    def _room_bytes(self, candidate: Candidate) -> float:
+        """What all stages together can keep of one micro-batch: sum of room / in flight."""
+        mesh, count = candidate.mesh, candidate.micro_batches
+        room = cost_model(self.cluster, mesh).capacity_bytes - self.state_bytes(mesh)
+        return sum(
+            room / in_flight(s, mesh.pipeline, count, candidate.schedule)
+            for s in range(mesh.pipeline)
+        )
+
+    # (2) and (3)
+
+    def close_s(self, candidate: Candidate, *, exact: bool) -> float:
+        """As `quick_s`, closer, by integer cuts: (2), or (3) if `exact`."""
+        problem = self._problem(candidate, exact=exact)
+        cuts = best_cuts(relaxed_seconds(problem), tail_seconds(problem), candidate.micro_batches)
+        return inf if cuts is None else float(cuts.cost_s)
+
+    def _problem(self, candidate: Candidate, *, exact: bool) -> StageProblem:
+        mesh, cost = candidate.mesh, cost_model(self.cluster, candidate.mesh)
+        runs = []
+        for variant, count, state in self._runs(mesh):
+            added_s = 0.0
+            if candidate.micro_batches > 1:
+                added_s = cost.accumulate_s(state.summed_bytes) / count
+            held = state.held_bytes / count
+            points = self._points(candidate, variant, added_s, None if exact else held)
+            once = state.sync_s / count, state.update_s / count
+            runs.append(Run(str(variant), count, points, *once))
+        return StageProblem(
+            tuple(runs), mesh.pipeline, candidate.micro_batches, candidate.schedule,
+            (float(cost.capacity_bytes),) * mesh.pipeline,
+            tuple(self._send_s(candidate, cost, s) for s in range(mesh.pipeline - 1)),
+        )  # fmt: skip
+
+    def _send_s(self, candidate: Candidate, cost: CostModel, stage: int) -> float:
+        """There and back, of a micro-batch, where the least crosses and is cut evenly."""
+        tensor = candidate.mesh.tensor
+        return min(
+            sum(cost.send_s(size // tensor, stage) for size in sizes)
+            for sizes in self._crossings(candidate.rows)
+        ) * (1 if cost.sends_meet else 2)
+
+    def _crossings(self, rows: int) -> set[tuple[int, ...]]:
+        """Bytes of the values with gradients that cross each place between two calls."""
+        if rows not in self.crossings:
+            found, calls = self.pieces_of(rows), self.work.graph.calls
+            made: dict[str, tuple[int, int]] = {}
+            last: dict[str, int] = {}
+            for index, call in enumerate(calls):
+                last.update(dict.fromkeys(call.arguments, index))
+                number = self.work.variant_of[index]
+                block, types = self.work.kinds[number].block, found.lowered[number].types
+                for value, name in zip(call.results, block.outputs, strict=True):
+                    if any(name == output for output, _ in block.tangents):
+                        made[value] = (index, types[name].bytes(1))
+            self.crossings[rows] = {
+                tuple(sorted(size for value, (first, size) in made.items()
+                             if first < place <= last.get(value, -1)))
+                for place in range(1, len(calls))
+            }  # fmt: skip
+        return self.crossings[rows]
+
+    def _runs(self, mesh: Mesh) -> list[tuple[int, int, StateCost]]:
+        """Identical calls in a row: variant, their number, the state that they use first."""
+        graph, states = self.work.graph, dict(self._states(mesh))
+        variant_of, found = self.work.variant_of, []
+        for variant, group in groupby(range(len(graph.calls)), key=lambda i: variant_of[i]):
+            calls = list(group)
+            names = dict.fromkeys(v for i in calls for v in graph.calls[i].arguments)
+            mine = (states.pop(name) for name in names if name in states)
+            found.append((variant, len(calls), sum(mine, StateCost())))
+        return found
+
+    def _points(
+        self, candidate: Candidate, variant: int, added_s: float, held_bytes: float | None
+    ) -> tuple[Point, ...]:
+        """Every corner of the variant's shardings with every corner of what it keeps.
+        `held_bytes`: of state, where shardings are not told apart."""
+        _, kept = self._kept(candidate)[variant]
+        block = self._blocks(candidate, exact=held_bytes is None)[variant]
+        return tuple(
+            Point(base_s + added_s, again_s, size, held if held_bytes is None else held_bytes, 0.0)
+            for base_s, held in block.curve.corners for again_s, size in kept
+        )  # fmt: skip
+
+    # what candidates share
+
+    def _states(self, mesh: Mesh) -> dict[str, StateCost]:
+        if mesh not in self.states:
+            cost = cost_model(self.cluster, mesh)
+            self.states[mesh] = {
+                item.name: least_state_cost(item, cost, self.work.optimizer, mesh.tensor)
+                for item in self.work.graph.state
+            }
+        return self.states[mesh]
+
+    def _blocks(self, candidate: Candidate, *, exact: bool) -> tuple[BlockBound, ...]:
+        tensor = candidate.mesh.tensor
+        key = (tensor, candidate.rows, exact)
+        if key not in self.blocks:
+            cost = cost_model(self.cluster, candidate.mesh)
+            degrees = Degrees(candidate.rows * COUNT, 1, tensor, COUNT)
+            graph, kinds = self.work.graph, self.work.kinds
+            self.blocks[key] = tuple(
+                block_bound(graph, kinds, n, degrees, cost, exact=exact)
+                for n in range(len(kinds))
+            )  # fmt: skip
+        return self.blocks[key]
+
+    def _frontiers(self, rows: int) -> tuple[Frontier, ...]:
+        """Of every variant, on one device."""
+        if rows not in self.frontiers:
+            found = self.pieces_of(rows)
+            self.frontiers[rows] = tuple(
+                frontier(self._kept_program(found, n)) for n in range(len(self.work.kinds))
+            )
+        return self.frontiers[rows]
+
+    def _kept_program(self, found: Pieces, number: int) -> KeptProgram:
+        """Inputs that several calls share are kept once, so they weigh nothing here."""
+        graph, kind = self.work.graph, self.work.kinds[number]
+        arguments = graph.calls[kind.calls[0]].arguments
+        lowered = found.lowered[number]
+        always = state_inputs(lowered, arguments, {item.name for item in graph.state})
+        values = dict(zip(kind.block.inputs, arguments, strict=True))
+        shared = {name for name, value in values.items() if self._readers[value] > 1}
+        times = _without_copies(found, number)
+        return KeptProgram(lowered, found.storages[number], times, always, shared)
+
+    def _evenness(self, candidate: Candidate, variant: int) -> float:
+        """The least that a node of forward takes on T devices, over a T-th of one device's."""
+        tensor = candidate.mesh.tensor
+        if tensor == 1:
+            return 1.0
+        found = self.pieces_of(candidate.rows)
+        alone = _without_copies(found, variant).of
+        least = self._blocks(candidate, exact=False)[variant].node_s
+        names = [node.outputs[0] for node in found.lowered[variant].forward]
+        shares = [least[n] * tensor / alone[n].compute_s
+                  for n in names if n in least and alone[n].compute_s > 0]  # fmt: skip
+        return min(shares, default=0.0)
+
+    @cached_property
+    def _readers(self) -> Counter[str]:
+        """How many calls read each value."""
+        return Counter(v for c in self.work.graph.calls for v in dict.fromkeys(c.arguments))
+
+
+def _without_copies(found: Pieces, number: int) -> NodeTimes:
+    """The times of a block when every view is free: another layout may allow it."""
+    nodes = (*found.lowered[number].forward, *found.lowered[number].backward)
+    views = {node.outputs[0]: Seconds() for node in nodes if op_def(node.op).kind == "view"}
+    times = found.times[number]
+    return replace(times, of=times.of | views)

@@ -1,0 +1,306 @@
+"""The integer program of sharding: its variables and rows.
+
+Nodes i of the joint graphs, strategies p of a node, layouts l of a value:
+
+    minimise  sum_ip compute[i,p] s[i,p] + sum_ilm reshard[i,lm] r[i,lm] + update[c,l] y[c,l]
+    (1)  sum_p s[i,p] = 1                                  one strategy per node
+    (2)  sum_m e[ij,lm] = sum_{p gives l} s[i,p]           tight linking, producer side
+    (3)  sum_l e[ij,lm] = sum_{q takes m} s[j,q]           tight linking, consumer side
+    (4)  r[i,lm] >= e[ij,lm]                               a reshard is paid once: it may be kept
+    (5)  sum_l y[c,l] = 1                                  one layout per boundary class
+    (6)  a block's input has its class' layout; outputs and gradients are delivered in it
+
+Sources: the formulation is Alpa's and AutoParallel's with the tight linking; (4) and (5) let it
+find sequence-sharded norms and residuals by itself. Costs of repeated blocks count as often as
+they occur; what happens once per step counts 1 / micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ir.graph import Graph, Node, references
+from ir.layout import REPLICATE, Layout, Placement, Shard
+from ir.lower import Degrees
+from ir.reshard import possible, step
+from ir.strategies import Strategy
+from ir.variants import Variant
+from planner.cost import CostModel
+from planner.node_prices import NodePrices
+from planner.ports import Port, Ports, connect, options
+from planner.solver import Model, Term, Variable
+
+HELD_TENSORS = 3
+"""A parameter and two tensors of optimizer state; its gradient is priced where it is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """Restrictions that make the sharding that of a given program instead of the best one.
+
+    `cut_weights`: matrices are cut, and used as they are stored: never gathered.
+    `whole_activations`: no factor of what goes from block to block is cut, inside them neither
+    (Megatron's tensor parallelism before its sequence parallelism, Korthikanti et al. 2022).
+    `cut_activations`: what goes from block to block is cut (that sequence parallelism).
+    """
+
+    cut_weights: bool = False
+    whole_activations: bool = False
+    cut_activations: bool = False
+
+
+@dataclass
+class _Program:
+    """The model under construction and its variables. `of_call`: per variant, what one call costs
+    in one micro-batch; `held`: per variant, (tensor, bytes, variable) of the state of one
+    call, one variable of each tensor being chosen."""
+
+    model: Model = field(default_factory=Model)
+    cost: list[Term] = field(default_factory=list)
+    of_call: dict[int, list[Term]] = field(default_factory=dict)
+    held: dict[int, list[tuple[str, float, Variable]]] = field(default_factory=dict)
+    chosen: dict[tuple[int, Node], list[tuple[Strategy, Variable]]] = field(default_factory=dict)
+    layouts: dict[int, list[tuple[Placement, Variable]]] = field(default_factory=dict)
+    paid: dict[tuple[int, str, Placement, Placement, bool], Variable] = field(default_factory=dict)
+
+    def spend(self, number: int, seconds: float, times: float, variable: Variable) -> None:
+        """Seconds of every call of a variant, per micro-batch, which occurs so many times."""
+        self.cost.append((seconds * times, variable))
+        self.of_call.setdefault(number, []).append((seconds, variable))
+
+
+class ShardingProgram:
+    """The program of all blocks, or of one variant alone (`only`).
+
+    `byte_price_s`: seconds per byte of parameters, gradients and optimizer state held. `twice`:
+    what forward reshards is not kept: backward does it again.
+    """
+
+    def __init__(
+        self, graph: Graph, kinds: tuple[Variant, ...], degrees: Degrees, cost: CostModel,
+        *, byte_price_s: float = 0.0, habits: Habits | None = None, twice: bool = False,
+        only: int | None = None,
+    ) -> None:  # fmt: skip
+        self.graph, self.kinds, self.degrees, self.cost = graph, kinds, degrees, cost
+        self.byte_price_s, self.habits, self.twice = byte_price_s, habits or Habits(), twice
+        self.ports: Ports = connect(graph, kinds)
+        self.program = _Program()
+        numbers = range(len(kinds)) if only is None else (only,)
+        self._classes()
+        whole = {
+            n: self._crossing_leaves(n) if self.habits.whole_activations else () for n in numbers
+        }
+        self.prices = {n: NodePrices(kinds[n], degrees, cost, whole[n]) for n in numbers}
+        for number in numbers:
+            self._nodes(number)
+        for number in numbers:
+            self._edges(number)
+            self._deliveries(number)
+
+    def _classes(self) -> None:
+        """(5), and what holding and updating a parameter costs."""
+        types = {state.name: state for state in self.graph.state}
+        held: dict[int, list[str]] = {}
+        for name, number in self.ports.state.items():
+            held.setdefault(number, []).append(name)
+        for number in sorted(set(self.ports.of_value.values())):
+            row = []
+            for place in self._options(number, stored=number in held):
+                variable = self.program.model.binary()
+                row.append((place, variable))
+                price = all_kept = 0.0
+                for name in held.get(number, ()):
+                    kind = types[name]
+                    share = self.degrees.tensor if isinstance(place, Shard) else 1
+                    size = kind.type.bytes(self.degrees.batch) / share
+                    kept = size * (HELD_TENSORS if kind.trainable else 1)
+                    update = self.cost.optimizer_s(size, 2 * size) if kind.trainable else 0.0
+                    price += update / self.degrees.micro_batches + kept * self.byte_price_s
+                    all_kept += kept
+                self.program.cost.append((price, variable))
+                if all_kept:
+                    self._hold(number, all_kept, variable)
+            self.program.layouts[number] = row
+            self.program.model.constrain([(1.0, v) for _, v in row], 1, 1)
+
+    def _hold(self, number: int, kept_bytes: float, variable: Variable) -> None:
+        """State belongs to its first user, in equal parts to all calls."""
+        owner = self.ports.members(number)[0][0]
+        calls = len(self.kinds[owner].calls)
+        self.program.held.setdefault(owner, []).append(
+            (f"class {number}", kept_bytes / calls, variable)
+        )
+
+    def _options(self, number: int, *, stored: bool) -> tuple[Placement, ...]:
+        """Placements of a boundary class; only state is cut if activations have to be whole."""
+        if self.habits.whole_activations and not stored:
+            return (REPLICATE,)
+        found = options(self.ports, number, self.kinds, self.degrees.tensor)
+        if self.habits.cut_activations and not stored:
+            return tuple(place for place in found if place != REPLICATE) or found
+        if not (self.habits.cut_weights and stored and self._is_matrix(number)):
+            return found
+        return tuple(p for p in found if self._is_usable_cut(number, p)) or (REPLICATE,)
+
+    def _is_usable_cut(self, number: int, place: Placement) -> bool:
+        """Whether state may be stored cut like this and used so by some block."""
+        if not isinstance(place, Shard):
+            return False
+        return not self.habits.whole_activations or any(
+            self.kinds[variant].factors.leaf_of(name, place) not in self._crossing_leaves(variant)
+            for variant, _, name in self.ports.members(number)
+        )
+
+    def _is_matrix(self, number: int) -> bool:
+        """Whether a class holds trained tensors of two or more dims."""
+        names = {name for name, found in self.ports.state.items() if found == number}
+        return any(
+            item.trainable and len(item.type.shape) > 1
+            for item in self.graph.state
+            if item.name in names
+        )
+
+    def _crossing_leaves(self, number: int) -> set[int]:
+        """The factors of the activations that enter or leave a block."""
+        block, factors = self.kinds[number].block, self.kinds[number].factors
+        crossing = [n for n in block.inputs if not self.is_state(number, n)] + [*block.outputs]
+        return {leaf for name in crossing for leaf in factors.leaves(name)}
+
+    def _nodes(self, number: int) -> None:
+        """(1), with the compute cost of each strategy."""
+        variant, program = self.kinds[number], self.program
+        for node in variant.block.nodes:
+            row = []
+            for option, seconds in self.prices[number].options(node):
+                variable = program.model.binary()
+                row.append((option, variable))
+                program.spend(number, seconds, len(variant.calls), variable)
+            program.chosen[number, node] = row
+            program.model.constrain([(1.0, v) for _, v in row], 1, 1)
+
+    def _edges(self, number: int) -> None:
+        """(2) and (3) between nodes, and (6) from the boundary."""
+        variant = self.kinds[number]
+        have = {name: self._layouts(number, name) for name in self._boundary(number)}
+        for i, node in enumerate(variant.block.nodes):
+            backward = i >= variant.block.n_forward
+            row = self.program.chosen[number, node]
+            names = [ref.name for ref in references((node.args, node.kwargs))]
+            for position, name in enumerate(names):
+                need: dict[Placement, list[Variable]] = {}
+                for option, variable in row:
+                    need.setdefault(option.operands[position], []).append(variable)
+                self._link(number, name, have[name], need, backward)
+            results = [name for name in node.outputs if name in variant.block.types]
+            for k, name in enumerate(results):
+                made: dict[Placement, list[Variable]] = {}
+                for option, variable in row:
+                    made.setdefault(option.results[k], []).append(variable)
+                have[name] = made
+        self.have = have
+
+    def _boundary(self, number: int) -> list[str]:
+        block = self.kinds[number].block
+        return [*block.inputs, *(tangent for _, tangent in block.tangents)]
+
+    def _layouts(self, number: int, name: str) -> dict[Placement, list[Variable]]:
+        """The class variables of an input, or of the tangent of an output."""
+        tangents = {t: output for output, t in self.kinds[number].block.tangents}
+        port: Port = (number, "value", name)
+        if name in tangents:
+            port = (number, "gradient", tangents[name])
+        return {p: [v] for p, v in self.program.layouts[self.ports.of_value[port]]}
+
+    def _link(
+        self, number: int, name: str, have: dict[Placement, list[Variable]],
+        need: dict[Placement, list[Variable]], backward: bool, once: bool = False,
+    ) -> None:  # fmt: skip
+        """(2), (3) and (4) for one use of a value; `once`: per step, not per micro-batch."""
+        if len(have) == 1 and len(need) == 1 and set(have) == set(need):
+            return
+        model = self.program.model
+        edges = {
+            (a, b): model.variable(0, 1)
+            for a in have
+            for b in need
+            if possible(a, b) and not self._is_moved_weight(number, name, a, b)
+        }
+        for a, variables in have.items():
+            row = [(1.0, e) for (x, _), e in edges.items() if x == a]
+            model.constrain([*row, *((-1.0, v) for v in variables)], 0, 0)
+        for b, variables in need.items():
+            row = [(1.0, e) for (_, y), e in edges.items() if y == b]
+            model.constrain([*row, *((-1.0, v) for v in variables)], 0, 0)
+        for (a, b), edge in edges.items():
+            seconds = self._reshard_s(number, name, a, b)
+            if seconds:
+                paid = self._paid((number, name, a, b, backward and self.twice), seconds, once)
+                model.constrain([(1.0, paid), (-1.0, edge)], 0)
+
+    def _is_moved_weight(self, number: int, name: str, a: Placement, b: Placement) -> bool:
+        """Whether this would communicate state that has to stay where it is stored."""
+        is_input = name in self.kinds[number].block.inputs
+        if not (self.habits.cut_weights and is_input and self.is_state(number, name)):
+            return False
+        return step(a, b) not in (None, "shard")
+
+    def _paid(
+        self, key: tuple[int, str, Placement, Placement, bool], seconds: float, once: bool
+    ) -> Variable:
+        program = self.program
+        if key not in program.paid:
+            program.paid[key] = variable = program.model.variable(0, 1)
+            calls = len(self.kinds[key[0]].calls)
+            if once:
+                program.cost.append((seconds * calls / self.degrees.micro_batches, variable))
+            else:
+                program.spend(key[0], seconds, calls, variable)
+        return program.paid[key]
+
+    def _reshard_s(self, number: int, name: str, a: Placement, b: Placement) -> float:
+        kind = step(a, b)
+        if kind is None:
+            return 0.0
+        place = self.kinds[number].spread.place[name]
+        layout = Layout(place, a if kind == "all_to_all" else REPLICATE)
+        size_bytes = self.prices[number].bytes_of(name, layout)
+        return self.cost.collective_s(kind, size_bytes, "tensor")
+
+    def _deliveries(self, number: int) -> None:
+        """(6): outputs and gradients arrive in their class' layout; parameters' once per step."""
+        block = self.kinds[number].block
+        weight = float(len(self.kinds[number].calls))
+        for name in block.outputs:
+            self._link(number, name, self.have[name], self._layouts(number, name), False)
+        for value, gradient in block.gradients:
+            once = self.is_state(number, value)
+            kind = "value" if once else "gradient"
+            if once:
+                self._price_accumulator(number, value, gradient, weight)
+            target = {
+                p: [v] for p, v in self.program.layouts[self.ports.of_value[number, kind, value]]
+            }
+            self._link(number, gradient, self.have[gradient], target, True, once)
+
+    def _price_accumulator(self, number: int, value: str, gradient: str, weight: float) -> None:
+        """A gradient is accumulated in the layout it is made in: only a cut makes it smaller."""
+        size = self.kinds[number].block.types[gradient].bytes(self.degrees.batch)
+        for place, variables in self.have[gradient].items():
+            share = self.degrees.tensor if isinstance(place, Shard) else 1
+            price = weight * size / share * self.byte_price_s
+            self.program.cost += [(price, v) for v in variables]
+            held = size / (share if self.is_alone(number, value) else self.degrees.tensor)
+            made = self.program.held.setdefault(number, [])
+            made += [(gradient, held, v) for v in variables]
+
+    def is_alone(self, number: int, value: str) -> bool:
+        """Whether every state tensor that is this input of a variant has one user."""
+        calls = self.kinds[number].calls
+        place = self.kinds[number].block.inputs.index(value)
+        names = {self.graph.calls[i].arguments[place] for i in calls}
+        return all(self.ports.uses[name] == 1 for name in names)
+
+    def is_state(self, number: int, name: str) -> bool:
+        call = self.graph.calls[self.kinds[number].calls[0]]
+        place = self.kinds[number].block.inputs.index(name)
+        return call.arguments[place] in self.ports.state

@@ -20,10 +20,12 @@ from functools import cached_property
 from itertools import groupby
 from math import ceil, inf
 
+from ir.batch import early_values
 from ir.cluster import Cluster, Mesh
 from ir.lower import Degrees
 from ir.ops import op_def
 from ir.recompute import state_inputs
+from ir.spmd import early_inputs
 from planner.calibrated import cost_model
 from planner.candidate import Workload
 from planner.cost import CostModel
@@ -33,7 +35,7 @@ from planner.pins import Candidate
 from planner.price import NodeTimes, Seconds, StateCost, least_state_cost
 from planner.recompute_program import KeptProgram
 from planner.schedule import in_flight
-from planner.sharding_bound import BlockBound, block_bound
+from planner.sharding_bound import BlockBound, block_bound, least_total_s
 from planner.stage_cuts import best_cuts, relaxed_seconds, tail_seconds
 from planner.stage_problem import Point, Run, StageProblem
 
@@ -52,6 +54,7 @@ class Bounds:
     cluster: Cluster
     pieces_of: Callable[[int], Pieces]
     blocks: dict[tuple[int, int, bool], tuple[BlockBound, ...]] = field(default_factory=dict)
+    totals: dict[tuple[int, int], float] = field(default_factory=dict)
     frontiers: dict[int, tuple[Frontier, ...]] = field(default_factory=dict)
     crossings: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
     states: dict[Mesh, dict[str, StateCost]] = field(default_factory=dict)
@@ -60,18 +63,23 @@ class Bounds:
 
     def quick_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the candidate beats, in closed form; infinity if none can fit."""
-        mesh, kinds = candidate.mesh, self.work.kinds
-        again_s = self._again_s(candidate)
-        state, stages = sum(self._states(mesh).values(), StateCost()), mesh.pipeline
+        kinds = self.work.kinds
         seconds = [
             (len(kind.calls), block.curve.corners[0][0])
             for kind, block in zip(kinds, self._blocks(candidate, exact=False), strict=True)
         ]
-        total_s = sum(n * s for n, s in seconds)
-        pace_s = max(total_s / stages, *(ceil(n / stages) * s for n, s in seconds))
-        tail_s = (state.sync_s + state.update_s) / stages
-        step_s = total_s + (candidate.micro_batches - 1) * pace_s
-        return step_s + again_s * (1 + (candidate.micro_batches - 1) / stages) + tail_s
+        layer_s = max(ceil(n / candidate.mesh.pipeline) * s for n, s in seconds)
+        return self._even_s(candidate, sum(n * s for n, s in seconds), layer_s)
+
+    def _even_s(self, candidate: Candidate, total_s: float, layer_s: float = 0.0) -> float:
+        """A step whose stages share all work evenly; no stage takes less than `layer_s`."""
+        stages, more = candidate.mesh.pipeline, candidate.micro_batches - 1
+        again_s, state = (
+            self._again_s(candidate),
+            sum(self._states(candidate.mesh).values(), StateCost()),
+        )
+        pace_s = max(total_s / stages, layer_s) + again_s / stages
+        return total_s + again_s + more * pace_s + (state.sync_s + state.update_s) / stages
 
     def state_bytes(self, mesh: Mesh) -> float:
         """State of a device when it is divided evenly by stages and shards."""
@@ -126,7 +134,21 @@ class Bounds:
         """As `quick_s`, closer, by integer cuts: (2), or (3) if `exact`."""
         problem = self._problem(candidate, exact=exact)
         cuts = best_cuts(relaxed_seconds(problem), tail_seconds(problem), candidate.micro_batches)
-        return inf if cuts is None else float(cuts.cost_s)
+        if cuts is None:
+            return inf
+        total_s = self._total_s(candidate) if exact else 0.0
+        return max(cuts.cost_s, self._even_s(candidate, total_s))
+
+    def _total_s(self, candidate: Candidate) -> float:
+        """Of one micro-batch through all blocks, whose boundaries agree."""
+        key = (candidate.mesh.tensor, candidate.rows)
+        if key not in self.totals:
+            cost = cost_model(self.cluster, candidate.mesh)
+            degrees = Degrees(candidate.rows * COUNT, 1, candidate.mesh.tensor, COUNT)
+            self.totals[key] = least_total_s(
+                self.work.graph, self.work.kinds, degrees, cost, self._free
+            )
+        return self.totals[key]
 
     def _problem(self, candidate: Candidate, *, exact: bool) -> StageProblem:
         mesh, cost = candidate.mesh, cost_model(self.cluster, candidate.mesh)
@@ -215,7 +237,7 @@ class Bounds:
             degrees = Degrees(candidate.rows * COUNT, 1, tensor, COUNT)
             graph, kinds = self.work.graph, self.work.kinds
             self.blocks[key] = tuple(
-                block_bound(graph, kinds, n, degrees, cost, exact=exact)
+                block_bound(graph, kinds, n, degrees, cost, self._free, exact=exact)
                 for n in range(len(kinds))
             )  # fmt: skip
         return self.blocks[key]
@@ -237,7 +259,7 @@ class Bounds:
         always = state_inputs(lowered, arguments, {item.name for item in graph.state})
         values = dict(zip(kind.block.inputs, arguments, strict=True))
         shared = {name for name, value in values.items() if self._readers[value] > 1}
-        times = _without_copies(found, number)
+        times = self._least_times(found, number)
         return KeptProgram(lowered, found.storages[number], times, always, shared)
 
     def _evenness(self, candidate: Candidate, variant: int) -> float:
@@ -246,7 +268,7 @@ class Bounds:
         if tensor == 1:
             return 1.0
         found = self.pieces_of(candidate.rows)
-        alone = _without_copies(found, variant).of
+        alone = self._least_times(found, variant).of
         least = self._blocks(candidate, exact=False)[variant].node_s
         names = [node.outputs[0] for node in found.lowered[variant].forward]
         shares = [least[n] * tensor / alone[n].compute_s
@@ -258,10 +280,18 @@ class Bounds:
         """How many calls read each value."""
         return Counter(v for c in self.work.graph.calls for v in dict.fromkeys(c.arguments))
 
+    @cached_property
+    def _free(self) -> tuple[set[str], ...]:
+        """Per variant the values that exist before the first micro-batch, if there are several."""
+        graph, flow = self.work.graph, self.work.flow
+        return tuple(
+            early_values(kind.block, set(early_inputs(graph, flow, kind)))
+            for kind in self.work.kinds
+        )
 
-def _without_copies(found: Pieces, number: int) -> NodeTimes:
-    """The times of a block when every view is free: another layout may allow it."""
-    nodes = (*found.lowered[number].forward, *found.lowered[number].backward)
-    views = {node.outputs[0]: Seconds() for node in nodes if op_def(node.op).kind == "view"}
-    times = found.times[number]
-    return replace(times, of=times.of | views)
+    def _least_times(self, found: Pieces, number: int) -> NodeTimes:
+        """The times of a block when views are free, since another layout may allow them."""
+        nodes = (*found.lowered[number].forward, *found.lowered[number].backward)
+        names = {node.outputs[0] for node in nodes if op_def(node.op).kind == "view"}
+        times = found.times[number]
+        return replace(times, of=times.of | dict.fromkeys(names | self._free[number], Seconds()))

@@ -22,12 +22,14 @@ from planner.work import work_of
 
 @dataclass(frozen=True)
 class NodePrices:
-    """Prices of one variant's nodes; `whole` factors may not be cut."""
+    """Prices of one variant's nodes; `whole` factors may not be cut, and nodes that make `free`
+    values cost nothing."""
 
     variant: Variant
     degrees: Degrees
     cost: CostModel
     whole: Collection[int] = ()
+    free: Collection[str] = ()
 
     def options(self, node: Node) -> Iterator[tuple[Strategy, float]]:
         """Every strategy with its seconds."""
@@ -37,7 +39,7 @@ class NodePrices:
             if leaf not in self.whole and divides(factors, leaf, self.degrees.tensor)
         ]  # fmt: skip
         for option in strategies(node, factors, leaves):
-            yield option, self._seconds(node, option)
+            yield option, 0.0 if node.outputs[0] in self.free else self._seconds(node, option)
 
     def least_s(self) -> dict[str, float]:
         """By first output, the seconds of each node by its fastest strategy."""

@@ -2,12 +2,12 @@
 
 Input: a variant, degrees, a cost model. Output: `BlockBound`. The program of
 `planner.sharding_program` for the variant alone, with free boundaries, is relaxed to real numbers.
-A value is resharded once for both phases, since it may be kept, and what happens once per step is
-left out.
+What happens once per step is left out, also what may be made once for all micro-batches (`free`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ir.graph import Graph
@@ -34,17 +34,29 @@ class BlockBound:
 
 def block_bound(
     graph: Graph, kinds: tuple[Variant, ...], number: int, degrees: Degrees, cost: CostModel,
-    *, exact: bool,
+    free: Sequence[Collection[str]], *, exact: bool,
 ) -> BlockBound:  # fmt: skip
     """The curve of one variant; unless `exact`, a point: every node by its fastest strategy, and
     no state."""
-    node_s = NodePrices(kinds[number], degrees, cost).least_s()
+    node_s = NodePrices(kinds[number], degrees, cost, free=free[number]).least_s()
     if not exact:
         return BlockBound(Frontier(((sum(node_s.values()), 0.0),), ()), node_s)
-    built = ShardingProgram(graph, kinds, degrees, cost, only=number)
+    built = ShardingProgram(graph, kinds, degrees, cost, only=number, free=free)
     held = _Held(built, number, Relaxation(built.program.model))
     many = len(kinds[number].calls) > 1
     return BlockBound(frontier(held, PRICES if many else FEW_PRICES), node_s)
+
+
+def least_total_s(
+    graph: Graph, kinds: tuple[Variant, ...], degrees: Degrees, cost: CostModel,
+    free: Sequence[Collection[str]],
+) -> float:  # fmt: skip
+    """Of one micro-batch through all calls, when blocks agree on what goes between them."""
+    program = ShardingProgram(graph, kinds, degrees, cost, free=free).program
+    seconds = [
+        (s * len(kinds[n].calls), v) for n, terms in program.of_call.items() for s, v in terms
+    ]  # fmt: skip
+    return Relaxation(program.model).minimum(seconds).bound
 
 
 @dataclass(frozen=True)

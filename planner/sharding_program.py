@@ -17,6 +17,7 @@ they occur; what happens once per step counts 1 / micro-batches.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ir.graph import Graph, Node, references
@@ -73,13 +74,14 @@ class ShardingProgram:
     """The program of all blocks, or of one variant alone (`only`).
 
     `byte_price_s`: seconds per byte of parameters, gradients and optimizer state held. `twice`:
-    what forward reshards is not kept: backward does it again.
+    what forward reshards is not kept: backward does it again. `free`: values of each variant that
+    cost nothing.
     """
 
     def __init__(
         self, graph: Graph, kinds: tuple[Variant, ...], degrees: Degrees, cost: CostModel,
         *, byte_price_s: float = 0.0, habits: Habits | None = None, twice: bool = False,
-        only: int | None = None,
+        only: int | None = None, free: Sequence[Collection[str]] = (),
     ) -> None:  # fmt: skip
         self.graph, self.kinds, self.degrees, self.cost = graph, kinds, degrees, cost
         self.byte_price_s, self.habits, self.twice = byte_price_s, habits or Habits(), twice
@@ -90,7 +92,10 @@ class ShardingProgram:
         whole = {
             n: self._crossing_leaves(n) if self.habits.whole_activations else () for n in numbers
         }
-        self.prices = {n: NodePrices(kinds[n], degrees, cost, whole[n]) for n in numbers}
+        self.prices = {
+            n: NodePrices(kinds[n], degrees, cost, whole[n], free[n] if free else ())
+            for n in numbers
+        }
         for number in numbers:
             self._nodes(number)
         for number in numbers:

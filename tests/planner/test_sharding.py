@@ -20,8 +20,8 @@ from ir.strategies import Strategy, strategies
 from ir.trace import trace
 from ir.variants import Variant, variants
 from planner.cost import Roofline
-from planner.ports import divides, options
 from planner.node_prices import NodePrices
+from planner.ports import divides, options
 from planner.sharding import ShardingResult, shard
 from planner.sharding_program import ShardingProgram
 

@@ -1,0 +1,100 @@
+"""No plan beats its candidate's lower bounds, and what they say can't fit does not."""
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+from small_models import chain, products
+
+from ir.batch import flow
+from ir.cluster import Cluster, Mesh
+from ir.errors import Refused
+from ir.graph import Graph
+from ir.variants import variants
+from planner import plan
+from planner.bounds import Bounds
+from planner.calibrated import cost_model
+from planner.candidate import Workload, evaluate
+from planner.frontier import frontier
+from planner.pieces import pieces, whole
+from planner.pins import Candidate, read_pins
+from planner.recompute_program import KeptProgram
+from planner.search import _Search
+
+MODELS = {
+    "chain": lambda: chain(depth=5, width=64, hidden=256, seq=64),
+    "wide chain": lambda: chain(depth=3, width=512, hidden=2048, words=4096, seq=512),
+    "products": lambda: products(4, width=1024, folded=True),
+    "bare products": lambda: products(3, width=256),
+}
+CLUSTERS = ["local:4", "8xH100-SXM", "2x2xA100-80GB"]
+SHARE_OF_MEMORY = [1.0, 0.8]
+PRICES = (0.0, 1.0)
+EVERY = 4
+
+
+def search(graph: Graph, cluster: Cluster, rows: int) -> _Search:
+    batch_flow = flow(graph)
+    work = Workload(graph, batch_flow, variants(graph, batch_flow), rows, "adamw")
+    return _Search(work, cluster, read_pins({}), True)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("spec", CLUSTERS)
+@pytest.mark.parametrize("share", SHARE_OF_MEMORY)
+def test_no_plan_beats_its_bounds(model: str, spec: str, share: float) -> None:
+    graph, cluster = MODELS[model](), Cluster.parse(spec)
+    if share < 1:
+        roomy_bytes = plan(graph, cluster, global_batch=8).prediction.peak_bytes
+        cluster = with_usable(cluster, roomy_bytes * share)
+    found = search(graph, cluster, 8)
+    plans = near = 0
+    for candidate in list(found._candidates())[::EVERY]:
+        bounds = _bounds(found.bounds, candidate)
+        assert bounds[0] <= bounds[1] * (1 + 1e-9) or bounds[1] <= bounds[2]
+        for price in PRICES if candidate.mesh.tensor > 1 else PRICES[:1]:
+            cost = cost_model(cluster, candidate.mesh)
+            try:
+                made = evaluate(found.work, candidate, found._pieces(candidate, price), cost)
+            except Refused:
+                continue
+            assert max(bounds) <= made.prediction.step_s * (1 + 1e-9)
+            plans += 1
+            near += max(bounds) > 0.5 * made.prediction.step_s
+    assert 2 * near >= plans
+
+
+def with_usable(cluster: Cluster, usable_bytes: float) -> Cluster:
+    """The same with other memory."""
+    device = replace(cluster.device, memory_bytes=int(usable_bytes), reserve_bytes=0)
+    return replace(cluster, device=device)
+
+
+def _bounds(bounds: Bounds, candidate: Candidate) -> tuple[float, float, float]:
+    quick_s = bounds.quick_s(candidate)
+    if quick_s == inf:
+        return inf, inf, inf
+    cuts, exact = (bounds.close_s(candidate, exact=exact) for exact in (False, True))
+    return quick_s, cuts, exact
+
+
+def test_the_curve_lies_below_every_choice() -> None:
+    graph = chain(depth=2, width=64, hidden=256, seq=64)
+    found = search(graph, Cluster.parse("8xH100-SXM"), 8)
+    kinds = found.work.kinds
+    one = Candidate(Mesh(), 1, "1f1b", 8)
+    made = pieces(
+        graph, found.work.flow, kinds, whole(graph, kinds), one.degrees,
+        cost_model(found.cluster, one.mesh), None,
+    )  # fmt: skip
+    for menu, store, times, lowered in zip(
+        made.menus, made.storages, made.times, made.lowered, strict=True
+    ):
+        always = frozenset(lowered.block.inputs) - {n for p in menu for n in p.inputs}
+        curve = frontier(KeptProgram(lowered, store, times, always))
+        least_s = min(point.backward.total_s for point in menu)
+        for point in menu:
+            again_s = point.backward.total_s - least_s
+            for line in curve.lines:
+                assert again_s + line.price * point.held_bytes >= line.value * (1 - 1e-6) - 1e-12
+

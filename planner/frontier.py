@@ -50,9 +50,10 @@ class Frontier:
 def frontier(program: Priced, prices: int = PRICES) -> Frontier:
     """The curve by at most so many lines, but always by its ends."""
     flat, least_bytes = _line(program, 0.0), program.least_bytes()
-    if flat.bytes <= least_bytes * (1 + 1e-9):
+    most_s = max(flat.seconds, _most_seconds(program, flat))
+    if flat.bytes <= least_bytes * (1 + 1e-9) or most_s == 0:
         return Frontier(((flat.value, least_bytes),), (flat,))
-    slope = max(flat.seconds, _most_seconds(program, flat)) / (flat.bytes - least_bytes)
+    slope = most_s / (flat.bytes - least_bytes)
     lines = _refined(program, flat, _line(program, STEEP * slope), prices)
     corners = [_crossing(*pair) for pair in pairwise(lines)]
     last = lines[-1]

@@ -32,8 +32,9 @@ QUANTISED_USES = 2.0
 FOREACH_PASSES = 20 / 7
 """Tensors that torch's foreach AdamW reads and writes (weight decay 2, moments 3 + 5, root and
 epsilon 6, update 4), over the seven of its fused kernel (read g, p, m, v; write p, m, v)."""
-ACCUMULATED_PASSES, FUSED_PASSES = 3.0, 2.0
-"""Read the sum and the new gradient, write the sum; products that add to the sum write it alone."""
+ACCUMULATED_PASSES, FUSED_PASSES, CAST_PASSES = 3.0, 2.0, 4.5
+"""Read the sum and the new gradient, write the sum; products that add to the sum write it alone.
+A gradient that stays in 16 bits is cast first: half a pass to read it, one to write the copy."""
 LOW_PRECISIONS = ("float8_e4m3fn", "mxfp8", "nvfp4")
 SUSTAINED, SUSTAINED_USUAL, SUSTAINED_LOW = {"Hopper": 0.66}, 0.80, 0.85
 """Pace of matrix products within a long training step over that of the best benchmark of the same
@@ -150,6 +151,8 @@ class Calibrated:
     def accumulate_s(self, gradient_bytes: float) -> float:
         """Passes over the sum and the new gradient, or over the sum alone in fused products."""
         passes = FUSED_PASSES if self.traits.fused_elementwise else ACCUMULATED_PASSES
+        if self.traits.memory.keeps_gradients:
+            passes = CAST_PASSES
         return memory_s(self.cluster.device, passes * gradient_bytes, kernels=0)
 
     def collective_s(self, op: str, size_bytes: float, axis: str) -> float:

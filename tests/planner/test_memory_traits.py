@@ -3,7 +3,9 @@
 import pytest
 
 from ir.cluster import GIB
+from planner.calibrated import cost_model
 from planner.device_memory import COMMUNICATORS_BYTES, CONTEXT_BYTES, FRAGMENTATION
+from planner.kernels import memory_s
 from planner.memory_traits import Memory, Update
 from planner.predict import Predictor, layers_per_stage
 from planner.rows import read_configuration
@@ -71,6 +73,13 @@ def test_a_bf16_optimizer_keeps_bf16_gradients_beside_whole_fp32_sums(predicted)
     assert found.parameter_bytes == 2 * PARAMETERS
     assert found.gradient_bytes == 6 * PARAMETERS
     assert found.optimizer_bytes == pytest.approx(12 * PARAMETERS / 8, abs=8 * LAYERS * 16)
+
+
+def test_gradients_that_stay_in_bf16_are_cast_and_added():
+    """Per fp32 byte: half read, one written; then two read and one written."""
+    wanted = read_configuration(ROW)
+    cost = cost_model(wanted.cluster, wanted.mesh, wanted.traits)
+    assert cost.accumulate_s(1e9) == memory_s(wanted.cluster.device, 4.5e9, kernels=0)
 
 
 def test_fp16_gradients_are_summed_in_fp16(predicted):

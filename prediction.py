@@ -26,7 +26,7 @@ from planner.explain import explain
 from planner.predict import Predicted, Predictor
 from planner.predict_table import COLUMNS, Row, predict_row, predict_table, record
 from planner.rows import read_configuration
-from planner.stacks import has_fused_loss
+from planner.stacks import has_wide_logits, padded_vocab
 from runtime.row_models import RowShape, build_row_model, probe_of, row_shape, size_changes
 
 FEW_ROWS = 24
@@ -42,7 +42,10 @@ class RowGraphs:
 
     def __call__(self, row: Row) -> Graph:
         """The graph of a row's model; `ValueError` for sizes that make no model."""
-        shape = replace(row_shape(row), wide_logits=not has_fused_loss(row))
+        stated = row_shape(row)
+        shape = replace(
+            stated, wide_logits=has_wide_logits(row), vocab=padded_vocab(row, stated.vocab)
+        )
         if shape not in self.graphs:
             probe = probe_of(shape)
             if probe not in self.probes:

@@ -32,8 +32,9 @@ QUANTISED_USES = 2.0
 FOREACH_PASSES = 20 / 7
 """Tensors that torch's foreach AdamW reads and writes (weight decay 2, moments 3 + 5, root and
 epsilon 6, update 4), over the seven of its fused kernel (read g, p, m, v; write p, m, v)."""
-ACCUMULATED_PASSES, FUSED_PASSES = 3.0, 2.0
-"""Read the sum and the new gradient, write the sum; products that add to the sum write it alone."""
+ACCUMULATED_PASSES, FUSED_PASSES, CAST_PASSES = 3.0, 2.0, 4.5
+"""Read the sum and the new gradient, write the sum; products that add to the sum write it alone.
+A gradient that stays in 16 bits is cast first: half a pass to read it, one to write the copy."""
 LOW_PRECISIONS = ("float8_e4m3fn", "mxfp8", "nvfp4")
 SUSTAINED, SUSTAINED_USUAL, SUSTAINED_LOW = {"Hopper": 0.66}, 0.80, 0.85
 """Pace of matrix products within a long training step over that of the best benchmark of the same
@@ -41,8 +42,8 @@ shape: the power limit is shared with memory traffic and neighbours, operands ar
 layouts are not the fastest. Hopper's 16-bit units meet their power limit first. Fitted on the rows
 of benchmarks/data whose time is nearly all compute; by architecture and width of the operands."""
 LOGIT_COPIES = 2
-"""fp32 tensors of the logits' size that `runtime.ops.cross_entropy` has at its peak: the copy and
-its exponentials."""
+"""Tensors like the logits that cross-entropy has at its peak beside them and their gradient:
+`runtime.ops.cross_entropy` a copy and its exponentials, torch's their logarithms and gradient."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,9 @@ class Calibrated:
 
     @property
     def _fuses_loss(self) -> bool:
-        return self.traits.fused_elementwise or self.traits.fused_loss
+        return (self.traits.fused_elementwise or self.traits.fused_loss) and not (
+            self.traits.eager_loss
+        )
 
     def _product_s(self, work: Work) -> float:
         """By `kernels`, at the pace that a long step sustains."""
@@ -125,14 +128,20 @@ class Calibrated:
         return memory_s(self.cluster.device, moved_bytes)
 
     def inner_bytes(self, work: Work) -> tuple[float, float]:
-        """The scores of unfused attention; fp32 copies of logits in an unfused cross-entropy."""
+        """The scores of unfused attention, with dropout their mask (a byte each) and what it left
+        too (Korthikanti et al. 2022); copies of logits in an unfused cross-entropy."""
         if work.attention is not None and self._attention in UNFUSED:
             shape = work.attention
             scores = shape.batch * shape.heads * shape.queries * shape.keys
             size_bytes = float(scores * DTYPE_BYTES[work.dtype])
-            return (0.0 if work.backward else size_bytes), size_bytes
+            dropped = size_bytes + scores if self.traits.dropout else 0.0
+            return (0.0 if work.backward else size_bytes + dropped), size_bytes
         if work.logits and not self._fuses_loss:
-            return 0.0, LOGIT_COPIES * DTYPE_BYTES["float32"] * work.logits
+            copies = LOGIT_COPIES
+            if self.traits.memory.whole_logits:
+                # these, the logits and their gradient of all ranks; one rank's are values
+                copies = (LOGIT_COPIES + 2) * self.mesh.tensor - 2
+            return 0.0, float(copies * DTYPE_BYTES[work.dtype] * work.logits)
         return 0.0, 0.0
 
     def host_s(self, launches: float) -> float:
@@ -142,6 +151,8 @@ class Calibrated:
     def accumulate_s(self, gradient_bytes: float) -> float:
         """Passes over the sum and the new gradient, or over the sum alone in fused products."""
         passes = FUSED_PASSES if self.traits.fused_elementwise else ACCUMULATED_PASSES
+        if self.traits.memory.keeps_gradients:
+            passes = CAST_PASSES
         return memory_s(self.cluster.device, passes * gradient_bytes, kernels=0)
 
     def collective_s(self, op: str, size_bytes: float, axis: str) -> float:

@@ -24,7 +24,7 @@ from planner.pins import Candidate
 from planner.price import Seconds, StateCost, state_cost
 from planner.recompute import MenuPoint
 from planner.schedule import StageTime, bubble_s, held_batches, pipeline_step_s
-from planner.stage_bytes import early_bytes, gathered_bytes, point_of, stage_cost
+from planner.stage_bytes import early_bytes, gathered_bytes, point_of, sent_bytes, stage_cost
 from planner.stage_problem import (
     Assignment,
     Choice,
@@ -371,7 +371,8 @@ class _Evaluation:
         )  # fmt: skip
         return stage_cost(
             program, stage, self.found, self._state_of_stage(program, stage),
-            gathered_bytes(program, stage, self.state, self.cost), flights, times,
+            gathered_bytes(program, stage, self.state, self.cost),
+            sent_bytes(program, stage, self.cost), flights, times,
         )  # fmt: skip
 
 

@@ -24,11 +24,12 @@ from ir.variants import variants
 from planner.calibrated import cost_model
 from planner.candidate import Evaluated, Workload, evaluate_stages
 from planner.cost import CostModel
+from planner.device_memory import peak_bytes, reading_bytes
 from planner.fusion import is_fusable
 from planner.pieces import Pieces, pieces, whole
 from planner.pins import Candidate, divisors
 from planner.price import COLLECTIVES
-from planner.recompute import MenuPoint, everything, named_point
+from planner.recompute import MenuPoint, everything, group_starts, named_point
 from planner.rows import Configuration
 from planner.sharding import ShardingResult, shard
 from planner.sharding_program import Habits
@@ -41,13 +42,6 @@ OPEN_ZERO = (1, 3)
 """ZeRO stages that are tried where it is open: 2 holds no less than 3 and is no faster than 1."""
 MICRO_BATCHES_SHARDED_FOR = 4
 """Parameters' reshards once per step count a quarter: more would change no sharding."""
-
-
-FRAGMENTATION = 0.04
-"""Of torch's caching allocator, as in the reserve of `ir.device`."""
-CONTEXT_BYTES = 1.4 * GIB
-"""CUDA context, NCCL's channels, library workspaces; same source."""
-
 
 @dataclass(frozen=True)
 class Predicted:
@@ -100,8 +94,8 @@ class Predictor:
         evaluated = evaluate_stages(work, candidate, found, cost, stages)
         cost_s = evaluated.prediction
         return Predicted(
-            cost_s.step_s, _reading_bytes(cost_s.peak_bytes, wanted) / GIB,
-            cost_s.peak_bytes <= cost_s.capacity_bytes,
+            cost_s.step_s, reading_bytes(evaluated, cost, wanted.memory_kind) / GIB,
+            peak_bytes(evaluated, cost) <= cost_s.capacity_bytes,
             cost_s.compute_s, cost_s.exposed_comm_s, cost_s.bubble_s, cost_s.optimizer_s, label,
             traits, evaluated,
         )  # fmt: skip
@@ -163,17 +157,6 @@ def _decided(graph: Graph, wanted: Configuration) -> Iterator[Configuration]:
         yield replace(wanted, virtual_stages=v, recompute=again, zero_stage=stage)
 
 
-def _reading_bytes(peak_bytes: float, wanted: Configuration) -> float:
-    """What a tool shows when tensors take `peak_bytes`."""
-    match wanted.memory_kind:
-        case "allocated":
-            return peak_bytes
-        case "reserved":
-            return peak_bytes * (1 + FRAGMENTATION)
-        case _:
-            return peak_bytes * (1 + FRAGMENTATION) + CONTEXT_BYTES
-
-
 def _order(found: Predicted) -> tuple[bool, float]:
     """What fits first, then the fastest; of what does not fit the smallest."""
     return (not found.fits, found.step_s if found.fits else found.peak_GiB)
@@ -195,7 +178,7 @@ def _menu(
     sets = {"none": kept}
     if is_layer:
         sets["core_attn"] = kept - _made_by_attention(lowered)
-        sets["op"] = kept & _made_by_products(lowered)
+        sets["op"] = _made_by_products(lowered)
         sets["full"] = frozenset()
     inner = kept - _read_by_products(lowered) - _made_outside_groups(lowered)
     inner |= kept & _gathered(lowered)
@@ -206,7 +189,9 @@ def _menu(
             return found
         # fused kernels make their inner values again in registers: no bytes, and no time either;
         # what was gathered is gathered again under the product of the input's gradient
-        small = named_point(lowered, storage, times, always, label, values - inner)
+        outer = values - inner
+        outer |= group_starts(lowered, values & inner, outer, ("all_gather",))
+        small = named_point(lowered, storage, times, always, label, outer)
         return replace(small, forward=found.forward, backward=found.backward)
 
     return tuple(point(label, values) for label, values in sets.items())
@@ -257,7 +242,9 @@ def _stages(
     order = [work.variant_of[i] for i in range(len(work.graph.calls))]
     runs = [(variant, len(list(group))) for variant, group in groupby(order)]
     layers = max(range(len(runs)), key=lambda r: runs[r][1])
-    counts = layers_per_stage(runs[layers][1], wanted.mesh.pipeline)
+    counts = layers_per_stage(
+        runs[layers][1], wanted.mesh.pipeline, late_rest=wanted.traits.late_rest
+    )
     stages = []
     for stage, count in enumerate(counts):
         choices = []
@@ -282,19 +269,22 @@ def _layer_choices(
     return [Choice(run, labels.index(name), n) for name, n in parts if n]
 
 
-def layers_per_stage(layers: int, stages: int) -> list[int]:
-    """Equal shares; else embedding and head count as layers; the rest goes to middle stages.
+def layers_per_stage(layers: int, stages: int, *, late_rest: bool = False) -> list[int]:
+    """Equal shares; else embedding and head count as layers; the rest goes to middle stages, or
+    with `late_rest` to the last ones.
 
     >>> layers_per_stage(8, 4), layers_per_stage(78, 4), layers_per_stage(5, 3)
     ([2, 2, 2, 2], [19, 20, 20, 19], [1, 2, 2])
+    >>> layers_per_stage(32, 5, late_rest=True)
+    [6, 6, 6, 7, 7]
     """
     if layers % stages == 0:
         return [layers // stages] * stages
     if layers + 2 < stages:
         raise UsageError(f"{layers} layers can't fill {stages} pipeline stages")
-    if stages > 1 and (layers + 2) % stages == 0:
+    if stages > 1 and (layers + 2) % stages == 0 and not late_rest:
         each = (layers + 2) // stages
         return [each - 1, *[each] * (stages - 2), each - 1]
     each, rest = divmod(layers, stages)
-    first = min(stages - rest, max(1, (stages - rest) // 2))
+    first = stages - rest if late_rest else min(stages - rest, max(1, (stages - rest) // 2))
     return [each + (first <= s < first + rest) for s in range(stages)]

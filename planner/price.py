@@ -104,6 +104,7 @@ class NodeTimes:
     The prologue's are in `early`: its nodes may define values of the same names. Where memory-bound
     ops are fused, `of` has what each takes alone and `total` what the groups of a list take.
     `inner`: bytes that a node keeps for backward, and needs while it runs, beside its values.
+    `mask_bytes`: of dropout in the block, beside that of attention.
     """
 
     of: dict[str, Seconds]
@@ -111,6 +112,7 @@ class NodeTimes:
     storage: Storage
     cost: CostModel
     inner: dict[str, tuple[float, float]]
+    mask_bytes: int = 0
 
     @property
     def prologue(self) -> Seconds:
@@ -142,7 +144,25 @@ def node_times(lowered: Lowered, storage: Storage, cost: CostModel) -> NodeTimes
         n.outputs[0]: cost.inner_bytes(node_work(n, lowered.types, storage))
         for n in nodes if n.op not in COLLECTIVES and op_def(n.op).kind != "view"
     }  # fmt: skip
-    return NodeTimes(found, early, storage, cost, {n: b for n, b in inner.items() if any(b)})
+    mask_bytes = _mask_bytes(lowered) if cost.traits.dropout else 0
+    used = {name: both for name, both in inner.items() if any(both)}
+    return NodeTimes(found, early, storage, cost, used, mask_bytes)
+
+
+def _mask_bytes(lowered: Lowered) -> int:
+    """A byte per element (Korthikanti et al. 2022) of the sums that dropout precedes: of a residual
+    and its branch, of token and position embeddings. They have the type of what the block hands
+    on; a bias has but one dim."""
+    types = lowered.types
+    outputs = [types[name] for name in lowered.outputs if name in types]
+
+    def is_sum(node: Node) -> bool:
+        return node.op == "add.Tensor" and len(node.inputs) == 2 and types[
+            node.outputs[0]
+        ] in outputs and all(len(types[name].shape) > 1 for name in node.inputs)
+
+    sums = [node.outputs[0] for node in lowered.forward if is_sum(node)]
+    return sum(types[name].elements(1) for name in sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +244,16 @@ def state_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateC
         state_bytes = (1 + OPTIMIZER_TENSORS[optimizer]) * MASTER_BYTES * local.elements(1)
     parts = (members if traits.zero_stage >= stage else 1 for stage in (1, 2, 3))
     of_state, of_gradients, of_parameters = parts
-    stored_bytes = 0 if of_parameters > 1 and traits.master_weights else held_bytes
+    memory = traits.memory
+    is_cast = of_parameters > 1 and traits.master_weights and not memory.keeps_shards
+    stored_bytes = 0 if is_cast else held_bytes
+    gradient_bytes = wide.bytes(1)
+    if memory.sums_whole:
+        of_gradients = 1
+    if memory.keeps_gradients and wide.dtype != gradient.dtype:
+        gradient_bytes += gradient.bytes(1)
     return StateCost(
-        stored_bytes // of_parameters, wide.bytes(1) // of_gradients, state_bytes // of_state,
+        stored_bytes // of_parameters, gradient_bytes // of_gradients, state_bytes // of_state,
         sync_s, cost.optimizer_s(held_bytes / of_state, state_bytes / of_state),
         exchanged, held_bytes, wide.bytes(1),
     )  # fmt: skip

@@ -6,7 +6,7 @@ those inside are solved by `planner.recompute_program`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ir.graph import Node
@@ -22,6 +22,8 @@ from planner.storage import Storage
 
 TOUCH = 1e-6
 """Relative room of a budget for rounding."""
+FULL = "full"
+"""The point that runs a whole block again, with what its kernels keep by themselves."""
 STATISTICS = ("cross_entropy",)
 """Fused ops whose small results are kept rather than made again."""
 
@@ -70,8 +72,8 @@ def menu(
     block = _Block(lowered, storage, times, always)
     fused = times.cost.traits.fused_elementwise
     none = block.point("none", (boundary if fused else everything)(lowered, storage, always))
-    full = block.point("full", frozenset())
-    if allowed in ("none", "full"):
+    full = block.point(FULL, frozenset())
+    if allowed in ("none", FULL):
         return (none if allowed == "none" else full,)
     between = tuple(_interior(block, none, full))
     if allowed == "selective":
@@ -105,9 +107,18 @@ def everything(lowered: Lowered, storage: Storage, always: frozenset[str]) -> fr
 def boundary(lowered: Lowered, storage: Storage, always: frozenset[str]) -> frozenset[str]:
     """What fused kernels leave for backward: operands of products and attention, and what the
     groups of backward start from when they make the values inside groups again."""
-    makers = {name: node for node in lowered.forward for name in node.outputs}
     wanted = everything(lowered, storage, always)
-    kept = set(wanted & _heavily_read(lowered, storage))
+    heavy = wanted & _heavily_read(lowered, storage)
+    return heavy | group_starts(lowered, wanted, heavy)
+
+
+def group_starts(
+    lowered: Lowered, wanted: Collection[str], kept: Collection[str], through: Collection[str] = ()
+) -> frozenset[str]:
+    """Results that fused groups start from when they make the values `wanted` again, beside what
+    is `kept`; the ops `through` run again too."""
+    makers = {name: node for node in lowered.forward for name in node.outputs}
+    found: set[str] = set()
     seen: set[str] = set()
 
     def bring(name: str) -> None:
@@ -115,15 +126,16 @@ def boundary(lowered: Lowered, storage: Storage, always: frozenset[str]) -> froz
             return
         seen.add(name)
         node = makers[name]
-        if is_fusable(node, COLLECTIVES) and node.op not in STATISTICS:
+        is_inside = is_fusable(node, COLLECTIVES) and node.op not in STATISTICS
+        if is_inside or node.op in through:
             for source in node.inputs:
                 bring(source)
         else:
-            kept.add(name)
+            found.add(name)
 
     for name in sorted(wanted):
         bring(name)
-    return frozenset(kept)
+    return frozenset(found)
 
 
 def _heavily_read(lowered: Lowered, storage: Storage) -> set[str]:
@@ -157,7 +169,7 @@ class _Block:
         owners = dict.fromkeys(storage.owner[name] for name in held)
         saved = tuple(o for o in owners if o not in lowered.block.inputs)
         inputs = tuple(o for o in owners if o in self.activations)
-        inner_bytes = self._inner_kept(backward)
+        inner_bytes = 0 if label == FULL else self._inner_kept(backward)
         return MenuPoint(
             label, kept, self.times.total(lowered.forward, {*held, *lowered.outputs}),
             self.times.total(backward, {g for _, g in lowered.gradients}), saved, inputs,
@@ -170,7 +182,8 @@ class _Block:
         """What kernels of forward keep by themselves, unless they run again."""
         again = {node.outputs[0] for node in backward}
         inner = self.times.inner
-        return int(sum(b for name, (b, _) in inner.items() if name not in again))
+        kept_bytes = sum(b for name, (b, _) in inner.items() if name not in again)
+        return int(kept_bytes) + self.times.mask_bytes
 
     def _inner_working(self) -> int:
         return int(max((b for _, b in self.times.inner.values()), default=0.0))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from ir.device import Device
 from ir.errors import UsageError
 from planner.attention_time import flash_kernel
+from planner.memory_traits import Memory, Update
 from planner.traits import Traits
 
 LOW_PRECISIONS = {"fp8": "float8_e4m3fn", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
@@ -30,7 +31,9 @@ class Stack:
     recomputation keeps: all but core attention, or results of every second product ("op").
     `hides_tensor`: collectives of the tensor axis run in pieces under the products beside them.
     `dropout`: trains with attention dropout, Megatron's default before 2022's large models.
-    `fused_loss`: cross-entropy is one kernel on 16-bit logits.
+    `fused_loss`: cross-entropy is one kernel on 16-bit logits; `compiles_loss`: it is where the
+    model is compiled. `wide_logits`: the loss is that of fp32 logits. `vocab_multiple`: the
+    vocabulary is padded to this times the tensor degree. The rest as in `Traits`.
     """
 
     overlaps: bool = True
@@ -42,15 +45,57 @@ class Stack:
     hides_tensor: bool = False
     dropout: bool = False
     fused_loss: bool = False
+    compiles_loss: bool = True
+    wide_logits: bool = True
+    master_weights: bool = True
+    late_rest: bool = False
+    vocab_multiple: int = 1
+    memory: Memory = Memory()
 
 
-_MEGATRON = Stack()
+_FOREACH_ADAM = 8
+"""Bytes per parameter of torch.optim.AdamW's foreach kernels: roots of the second moments, and
+these with epsilon (torch/optim/adamw.py, `_multi_tensor_adamw`)."""
+_ZERO1 = Memory(
+    keeps_outputs=True, update=Update(shard=2 + 4, largest=8, bucket_bytes=10**9)
+)  # fmt: skip
+"""DeepSpeed 0.6, runtime/zero/stage_1_and_2.py: `step` flattens the shard's fp16 gradients and
+casts them to fp32; before that `get_grad_norm_direct` takes each one's norm in float64. Buckets of
+5e8 fp16 elements are reduced. runtime/pipe/engine.py: `pipe_buffers` have the stages' outputs."""
+_BF16 = Memory(
+    keeps_gradients=True, keeps_outputs=True, update=Update(whole=2, bucket_bytes=10**9)
+)  # fmt: skip
+"""The same, runtime/bf16_optimizer.py: `update_hp_grads` adds bf16 gradients to one flat fp32
+tensor of all; for the reduction engine.py's `allreduce_bucket` casts that to
+`communication_data_type`, bfloat16. Updated parameters are gathered in buckets of 5e8."""
+_HYBRID_ZERO = Memory(
+    update=Update(shard=2 + 4 + _FOREACH_ADAM, early=4, bucket_bytes=2**29)
+)  # fmt: skip
+"""InternLM v0.2, solver/optimizer/hybrid_zero_optim.py: `_step` flattens the shard's gradients and
+casts them; before that `compute_norm` casts all, one by one. Buckets of 512 MiB."""
+_INTERN_FSDP = Memory(keeps_shards=True, update=Update(shard=4 + _FOREACH_ADAM))
+"""The same, fsdp_optimizer.py: `FSDPadaptOptimizer` has fp32 copies of FSDP's bf16 shards, and
+`step` casts all their gradients."""
+_KEMPNER = Memory(sums_whole=True, whole_logits=True)
+"""KempnerForge of April 2026: scripts/train.py suspends FSDP2's reduction until the last
+micro-batch; distributed/tensor_parallel.py gathers the output layer's columns."""
+
+_PADDED = 128
+"""Megatron's --make-vocab-size-divisible-by, times the tensor degree (megatron/tokenizer)."""
+_MEGATRON = Stack(vocab_multiple=_PADDED)
 _FSDP = Stack(fuses=False, attention="flash2", selective="op")
+_DEEPSPEED = Stack(overlaps=False, dropout=True, vocab_multiple=_PADDED, memory=_BF16)
+_INTERNEVO = Stack(
+    fp32_gradients=False, attention="flash2", fused_loss=True, late_rest=True, memory=_HYBRID_ZERO
+)
 STACKS = {
-    "megatron-deepspeed": Stack(overlaps=False, dropout=True),
-    "megatron-lm 2021": Stack(overlaps=False, fp32_gradients=False, dropout=True),
+    "megatron-deepspeed": _DEEPSPEED,
+    "megatron-deepspeed fp16": replace(_DEEPSPEED, fp32_gradients=False, memory=_ZERO1),
+    "megatron-lm 2021": Stack(
+        overlaps=False, fp32_gradients=False, dropout=True, vocab_multiple=_PADDED
+    ),
     "megatron-core": _MEGATRON,
-    "megatron-core CI": _MEGATRON,
+    "megatron-core CI": replace(_MEGATRON, dropout=True),
     "megatron-bridge": replace(_MEGATRON, graph=True, hides_tensor=True),
     "nemo-megatron": replace(_MEGATRON, hides_tensor=True),
     "nemo-megatron (MLPerf)": replace(_MEGATRON, fp32_gradients=False, hides_tensor=True),
@@ -61,18 +106,35 @@ STACKS = {
         _FSDP, fuses=True, fp32_gradients=False, selective="every-2nd-layer"
     ),
     "torchtitan (FSDP2)": _FSDP,
-    "kempnerforge (FSDP2)": _FSDP,
-    "internevo": Stack(fp32_gradients=False, attention="flash2", fused_loss=True),
-    "oneflow": Stack(graph=True, fp32_gradients=False, dropout=True),
+    **{f"torchtitan (FSDP2) Table {n}": replace(_FSDP, compiles_loss=False) for n in range(1, 5)},
+    "kempnerforge (FSDP2)": replace(
+        _FSDP, wide_logits=False, compiles_loss=False, master_weights=False, memory=_KEMPNER
+    ),
+    "internevo": _INTERNEVO,
+    "internevo zero 3": replace(_INTERNEVO, memory=_INTERN_FSDP),
+    "oneflow": Stack(
+        graph=True, fp32_gradients=False, dropout=True, memory=Memory(is_planned=True)
+    ),
     "jax-pax": Stack(graph=True),
     "jax-pax +TE": Stack(graph=True),
 }
-"""From the stacks' own documentation and code at the release of the rows."""
+"""From the stacks' own documentation and code at the release of the rows. A name may be followed by
+what else it depends on: the precision, "zero" and the stage, or the release."""
+
+
+def stack_of(row: Mapping[str, str]) -> Stack | None:
+    """The most special entry for a row; None for unknown stacks."""
+    name = row.get("framework", "")
+    details = (row.get("release"), row.get("precision"), f"zero {row.get('zero_stage', '')}")
+    for key in (*(f"{name} {detail}" for detail in details), name):
+        if key in STACKS:
+            return STACKS[key]
+    return None
 
 
 def traits_of(row: Mapping[str, str], device: Device) -> Traits:
     """The traits of a row's stack and configuration; unknown stacks do as ours does."""
-    stack = STACKS.get(row.get("framework", ""), Stack(fuses=False))
+    stack = stack_of(row) or Stack(fuses=False)
     precision = row.get("precision") or "bf16"
     if precision not in PRECISIONS:
         raise UsageError(f"precision={precision!r}: it is one of {', '.join(PRECISIONS)}")
@@ -87,20 +149,33 @@ def traits_of(row: Mapping[str, str], device: Device) -> Traits:
         overlap_tensor=_states(row, "tp_overlap", stack.hides_tensor),
         dropout=stack.dropout,
         fused_loss=stack.fused_loss,
+        eager_loss=row.get("compile") == "1" and not stack.compiles_loss,
+        late_rest=stack.late_rest,
+        memory=stack.memory,
         gradient_dtype=_GRADIENTS[gradients],
-        master_weights=True,
+        master_weights=stack.master_weights,
         eager=not (_states(row, "cuda_graph", stack.graph) or _states(row, "compile", False)),
     )
 
 
 def selective_of(row: Mapping[str, str]) -> str:
     """What "selective" means in a row's stack."""
-    return STACKS.get(row.get("framework", ""), Stack()).selective
+    return (stack_of(row) or Stack()).selective
 
 
-def has_fused_loss(row: Mapping[str, str]) -> bool:
-    """Whether a row's stack computes the loss from 16-bit logits."""
-    return STACKS.get(row.get("framework", ""), Stack()).fused_loss
+def padded_vocab(row: Mapping[str, str], vocab: int) -> int:
+    """The rows of a row's embedding."""
+    multiple = (stack_of(row) or Stack()).vocab_multiple
+    if multiple > 1:
+        multiple *= int(float(row.get("tp") or 1))
+    return -(-vocab // multiple) * multiple
+
+
+def has_wide_logits(row: Mapping[str, str]) -> bool:
+    """Whether a row's stack makes fp32 logits for the loss."""
+    stack = stack_of(row) or Stack()
+    is_fused = stack.fused_loss or (stack.compiles_loss and row.get("compile") == "1")
+    return stack.wide_logits and not is_fused
 
 
 def _attention(row: Mapping[str, str], device: Device, stack: Stack) -> str:

@@ -31,9 +31,10 @@ def early_bytes(found: Pieces, variant: int) -> int:
 
 def stage_cost(
     program: Spmd, stage: int, found: Pieces, state: StateCost, gathered_bytes: int,
-    flights: float, times: StageTime,
+    sent_bytes: int, flights: float, times: StageTime,
 ) -> StageCost:  # fmt: skip
-    """`state`: of the whole stage; `flights`: micro-batches that are kept at the peak."""
+    """`state`: of the whole stage; `flights`: micro-batches that are kept at the peak, each with
+    `sent_bytes` of outputs."""
     held: dict[object, int] = {}
     transient = inner = 0
     for placed in program.stages[stage]:
@@ -47,8 +48,16 @@ def stage_cost(
             held[values.get(name, (placed.index, name))] = storage.size_bytes[name]
     return StageCost(
         *times, state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes,
-        int(flights * (inner + sum(held.values()))), transient + gathered_bytes,
+        int(flights * (inner + sum(held.values()) + sent_bytes)), transient + gathered_bytes,
     )  # fmt: skip
+
+
+def sent_bytes(program: Spmd, stage: int, cost: CostModel) -> int:
+    """Outputs per micro-batch that a stage holds until their gradients come back."""
+    if not cost.traits.memory.keeps_outputs:
+        return 0
+    sent = [m for m in program.messages if m.source == stage and m.gradient]
+    return sum(message.type.bytes(1) for message in sent)
 
 
 def gathered_bytes(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from ir.device import Device
 from ir.errors import UsageError
 from planner.attention_time import KERNELS, flash_kernel
+from planner.memory_traits import Memory
 
 ATTENTIONS = ("auto", *KERNELS)
 PRECISIONS = ("", "tf32", "float8_e4m3fn", "mxfp8", "nvfp4")
@@ -28,8 +29,10 @@ class Traits:
     pipeline rank. `gradient_dtype`: of accumulated and reduced gradients; "" as the parameter.
     `master_weights`: fp32 copies of parameters and fp32 optimizer state. `fused_optimizer`: one
     pass over all state. `dropout`: attention drops out scores, whatever was traced. `fused_loss`:
-    cross-entropy is one kernel that keeps no copies of the logits. `eager`: the host launches
-    every kernel, so it can be what is waited for.
+    cross-entropy is one kernel that keeps no copies of the logits; `eager_loss`: it is not,
+    however fused the rest. `eager`: the host launches every kernel, so it can be what is waited
+    for. `late_rest`: layers that do not divide evenly go to the last stages. `memory`: what is held
+    beside a step's own values.
     """
 
     attention: str = "auto"
@@ -45,7 +48,10 @@ class Traits:
     fused_optimizer: bool = True
     dropout: bool = False
     fused_loss: bool = False
+    eager_loss: bool = False
     eager: bool = False
+    late_rest: bool = False
+    memory: Memory = Memory()
 
     def __post_init__(self) -> None:
         _known("attention", self.attention, ATTENTIONS)

@@ -1,0 +1,83 @@
+"""What a device holds at its peak, and what the tools that people read memory with show of it.
+
+Input: an `Evaluated` configuration and its cost model. Output: bytes of the fullest stage, exactly
+and as a reading. A step has two peaks, neither of which has the other's values: activations in the
+last forward and first backward, and the optimizer's copies (`planner.memory_traits`).
+torch's allocator keeps what is freed: big copies fit no block that activations left, so both
+are reserved at once, until memory is short and unused blocks are given back.
+"""
+
+from __future__ import annotations
+
+from ir.cluster import GIB, Mesh
+from ir.plan import StageCost
+from ir.spmd import Spmd
+from planner.candidate import Evaluated
+from planner.cost import CostModel
+from planner.exchange import zero_members
+
+FRAGMENTATION = 0.04
+"""Of torch's caching allocator, as in the reserve of `ir.device`."""
+CONTEXT_BYTES = 1.4 * GIB
+"""CUDA context, NCCL's channels of one group, library workspaces; same source."""
+COMMUNICATORS_BYTES = 1.5 * GIB
+"""NCCL's channels of the groups that each further axis of the mesh adds. Fitted on readings of
+whole A100 in the pipelines of Megatron-DeepSpeed, where both make their own groups."""
+
+
+def peak_bytes(evaluated: Evaluated, cost: CostModel) -> float:
+    """The most that is in use on the fullest stage."""
+    return max(
+        _state_bytes(stage) + max(_activation_bytes(stage), live)
+        for stage, live, _ in _stages(evaluated, cost)
+    )
+
+
+def reading_bytes(evaluated: Evaluated, cost: CostModel, kind: str) -> float:
+    """What a tool shows: torch's "allocated" or "reserved", else the use of the whole device."""
+    peak = peak_bytes(evaluated, cost)
+    if kind == "allocated":
+        return peak
+    if cost.traits.memory.is_planned:
+        return peak + (CONTEXT_BYTES if kind != "reserved" else 0.0)
+    cached = max(
+        _state_bytes(stage) + _activation_bytes(stage) + held
+        for stage, _, held in _stages(evaluated, cost)
+    )
+    reserved = max(peak, min(cached, cost.capacity_bytes)) * (1 + FRAGMENTATION)
+    if kind == "reserved":
+        return reserved
+    return reserved + CONTEXT_BYTES + COMMUNICATORS_BYTES * max(0, _axes(cost.mesh) - 1)
+
+
+def _axes(mesh: Mesh) -> int:
+    return sum(degree > 1 for degree in (mesh.pipeline, mesh.data, mesh.tensor))
+
+
+def _state_bytes(stage: StageCost) -> int:
+    return stage.parameter_bytes + stage.gradient_bytes + stage.optimizer_bytes
+
+
+def _activation_bytes(stage: StageCost) -> int:
+    return stage.saved_bytes + stage.transient_bytes
+
+
+def _stages(evaluated: Evaluated, cost: CostModel) -> list[tuple[StageCost, float, float]]:
+    """Every stage with what its update makes: at one time, and left in the cache."""
+    update, members = cost.traits.memory.update, zero_members(cost)
+    found = []
+    for number, stage in enumerate(evaluated.prediction.stages):
+        sizes = _trainable_elements(evaluated.program, number)
+        live, held = update.live_bytes(sizes, members), update.cached_bytes(sizes, members)
+        found.append((stage, live, held))
+    return found
+
+
+def _trainable_elements(program: Spmd, stage: int) -> list[int]:
+    """Elements per device of each parameter that a stage updates."""
+    names = {v for placed in program.stages[stage] for v in program.call(placed).arguments}
+    state = program.state_of
+    return [
+        program.state_type(name).elements(1)
+        for name in state if name in names and state[name].trainable
+    ]  # fmt: skip

@@ -19,15 +19,14 @@ from ir.deepen import layer_run
 from ir.errors import UsageError
 from ir.graph import Graph
 from ir.lower import Degrees, Lowered
-from ir.recompute import state_inputs
-from ir.variants import variants
+from ir.variants import Variant, variants
 from planner.calibrated import cost_model
 from planner.candidate import Evaluated, Workload, evaluate_stages
 from planner.cost import CostModel
 from planner.fusion import is_fusable
 from planner.pieces import Pieces, pieces, whole
 from planner.pins import Candidate, divisors
-from planner.price import COLLECTIVES
+from planner.price import COLLECTIVES, NodeTimes
 from planner.recompute import MenuPoint, everything, named_point
 from planner.rows import Configuration
 from planner.sharding import Habits, ShardingResult, shard
@@ -118,17 +117,17 @@ class Predictor:
         self, work: Workload, candidate: Candidate, cost: CostModel, wanted: Configuration
     ) -> Pieces:
         result = self._sharding(work, candidate, cost, wanted)
-        found = pieces(
-            work.graph, work.flow, work.kinds, result, candidate.degrees, cost, "none"
+        layers = _labels(_label(wanted))
+
+        def menu_of(
+            kind: Variant, lowered: Lowered, times: NodeTimes, always: frozenset[str]
+        ) -> tuple[MenuPoint, ...]:
+            labels = layers if len(kind.calls) > 1 else _labels("none")
+            return _menu(lowered, times, always, labels)
+
+        return pieces(
+            work.graph, work.flow, work.kinds, result, candidate.degrees, cost, menu_of
         )
-        names = {item.name for item in work.graph.state}
-        menus = []
-        for number, kind in enumerate(work.kinds):
-            arguments = work.graph.calls[kind.calls[0]].arguments
-            always = state_inputs(found.lowered[number], arguments, names)
-            fused = cost.traits.fused_elementwise
-            menus.append(_menu(found, number, always, fused, is_layer=len(kind.calls) > 1))
-        return replace(found, menus=tuple(menus))
 
     def _sharding(
         self, work: Workload, candidate: Candidate, cost: CostModel, wanted: Configuration
@@ -185,17 +184,21 @@ def _label(wanted: Configuration) -> str:
     return wanted.recompute or "none"
 
 
+def _labels(label: str) -> tuple[str, ...]:
+    """The menu points that a block with this one needs."""
+    return ("none", "full") if label == "every-2nd-layer" else (label,)
+
+
 def _menu(
-    found: Pieces, number: int, always: frozenset[str], fused: bool, *, is_layer: bool
+    lowered: Lowered, times: NodeTimes, always: frozenset[str], labels: tuple[str, ...]
 ) -> tuple[MenuPoint, ...]:
-    """Everything kept; for layers also core attention, cheap operations or all of it again."""
-    lowered, storage, times = found.lowered[number], found.storages[number], found.times[number]
+    """Everything kept; core attention, cheap operations or all of it again."""
+    storage, fused = times.storage, times.cost.traits.fused_elementwise
     kept = everything(lowered, storage, always)
-    sets = {"none": kept}
-    if is_layer:
-        sets["core_attn"] = kept - _made_by_attention(lowered)
-        sets["op"] = kept & _made_by_products(lowered)
-        sets["full"] = frozenset()
+    sets = {
+        "none": kept, "core_attn": kept - _made_by_attention(lowered),
+        "op": kept & _made_by_products(lowered), "full": frozenset[str](),
+    }  # fmt: skip
     inner = kept - _read_by_products(lowered) - _made_outside_groups(lowered)
     inner |= kept & _gathered(lowered)
 
@@ -208,7 +211,7 @@ def _menu(
         small = named_point(lowered, storage, times, always, label, values - inner)
         return replace(small, forward=found.forward, backward=found.backward)
 
-    return tuple(point(label, values) for label, values in sets.items())
+    return tuple(point(label, sets[label]) for label in labels)
 
 
 def _made_by_attention(lowered: Lowered) -> frozenset[str]:

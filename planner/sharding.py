@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ir.graph import Graph, Node, TensorType, references
+from ir.graph import Graph, Node, TensorType
 from ir.layout import REPLICATE, Layout, Placement, Shard
 from ir.lower import Degrees, Sharding, local_type
 from ir.reshard import possible, step
@@ -182,7 +182,7 @@ class _Search:
 
     def _compute_s(self, variant: Variant, node: Node, option: Strategy) -> float:
         batch = variant.spread.chosen[node]
-        names = [ref.name for ref in references((node.args, node.kwargs))]
+        names = node.operands
         made = [name for name in node.outputs if name in variant.block.types]
         operands = [
             self._local(variant, name, Layout(*places))
@@ -211,7 +211,7 @@ class _Search:
         for i, node in enumerate(variant.block.nodes):
             backward = i >= variant.block.n_forward
             row = self.program.chosen[number, node]
-            names = [ref.name for ref in references((node.args, node.kwargs))]
+            names = node.operands
             for position, name in enumerate(names):
                 need: dict[Placement, list[Variable]] = {}
                 for option, variable in row:

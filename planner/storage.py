@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ir.graph import Node, TensorType, references
+from ir.graph import Node, TensorType
 from ir.lower import Lowered
 from ir.ops import op_def
 
@@ -55,7 +55,7 @@ def storage_of(lowered: Lowered) -> Storage:
     for node in (*lowered.forward, *lowered.backward):
         viewed = _viewed(node, shapes, types)
         if viewed is not None:
-            source = next(references(node.args)).name
+            source = node.operands[0]
             shapes[node.outputs[0]], owner[node.outputs[0]] = viewed, owner[source]
             continue
         for name in node.outputs:
@@ -79,7 +79,7 @@ def _viewed(node: Node, shapes: dict[str, Tensor], types: dict[str, TensorType])
         return None
     shape = _sizes(types[node.outputs[0]])
     try:
-        found = rule(shapes[next(references(node.args)).name], node, shape)
+        found = rule(shapes[node.operands[0]], node, shape)
     except RuntimeError:
         return None
     return found if tuple(found.shape) == shape else None
@@ -88,8 +88,8 @@ def _viewed(node: Node, shapes: dict[str, Tensor], types: dict[str, TensorType])
 def _like_operand(node: Node, kind: TensorType, shapes: dict[str, Tensor]) -> Tensor:
     """Elementwise results keep the order of dims in memory of an operand of the same shape."""
     if op_def(node.op).kind == "memory" and "." in node.op:
-        for ref in references((node.args, node.kwargs)):
-            operand: Any = shapes[ref.name]
+        for name in node.operands:
+            operand: Any = shapes[name]
             if tuple(operand.shape) == _sizes(kind):
                 return torch.empty_like(operand, dtype=getattr(torch, kind.dtype))
     return _contiguous(kind)

@@ -11,6 +11,7 @@ from datetime import timedelta
 from math import inf
 from typing import NewType
 
+from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
 from ir.errors import Refused
@@ -142,19 +143,30 @@ class Model:
         return " + ".join(f"{coefficient:g} {names[v]}" for coefficient, v in terms) or "0"
 
     def _exported(self, scale: float) -> tuple[mathopt.Model, list[mathopt.Variable]]:
-        model = mathopt.Model()
-        variables = [
-            model.add_variable(lb=lower, ub=upper, is_integer=integer)
-            for lower, upper, integer, _ in self._variables
-        ]
-        for row in self._rows:
-            factor = _row_factor(row)
-            constraint = model.add_linear_constraint(lb=row.lower * factor, ub=row.upper * factor)
-            for coefficient, variable in row.terms:
-                constraint.set_coefficient(variables[variable], coefficient * factor)
-        for cost, variable in self._objective:
-            model.objective.set_linear_coefficient(variables[variable], cost * scale)
-        return model, variables
+        """Through MathOpt's message format: several times faster than its objects one by one."""
+        message = model_pb2.ModelProto()
+        lowers, uppers, integers, _ = zip(*self._variables, strict=True) if self._variables else (
+            (), (), (), ()
+        )
+        message.variables.ids.extend(range(len(lowers)))
+        message.variables.lower_bounds.extend(lowers)
+        message.variables.upper_bounds.extend(uppers)
+        message.variables.integers.extend(integers)
+        factors = [_row_factor(row) for row in self._rows]
+        rows, matrix = message.linear_constraints, message.linear_constraint_matrix
+        rows.ids.extend(range(len(factors)))
+        rows.lower_bounds.extend(row.lower * f for row, f in zip(self._rows, factors, strict=True))
+        rows.upper_bounds.extend(row.upper * f for row, f in zip(self._rows, factors, strict=True))
+        for number, (row, factor) in enumerate(zip(self._rows, factors, strict=True)):
+            terms = sorted((v, c * factor) for c, v in row.terms if c)
+            matrix.row_ids.extend([number] * len(terms))
+            matrix.column_ids.extend(v for v, _ in terms)
+            matrix.coefficients.extend(c for _, c in terms)
+        costs = sorted((v, cost * scale) for cost, v in self._objective if cost)
+        message.objective.linear_coefficients.ids.extend(v for v, _ in costs)
+        message.objective.linear_coefficients.values.extend(cost for _, cost in costs)
+        model = mathopt.Model.from_model_proto(message)
+        return model, sorted(model.variables(), key=lambda variable: variable.id)
 
     def _solution(
         self, result: mathopt.SolveResult, variables: Sequence[mathopt.Variable], scale: float

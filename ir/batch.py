@@ -8,6 +8,7 @@ micro-batches either a prologue (if it depends on inputs alone) or a refusal.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -141,10 +142,11 @@ def flow(graph: Graph) -> Flow:
 def needs_whole_batch(graph: Graph, batch_flow: Flow) -> str | None:
     """Why several micro-batches can't give the one-device result, or None if they can."""
     alike: set[tuple[object, ...]] = set()
+    counts = Counter(call.block for call in graph.calls)
     for index, call in enumerate(graph.calls):
         block = graph.blocks[call.block]
         result = batch_flow.spread_of(graph, index)
-        once = sum(other.block == call.block for other in graph.calls) == 1
+        once = counts[call.block] == 1
         early = {
             name for name, value in zip(block.inputs, call.arguments, strict=True)
             if value in batch_flow.early

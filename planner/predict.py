@@ -125,9 +125,7 @@ class Predictor:
             labels = layers if len(kind.calls) > 1 else _labels("none")
             return _menu(lowered, times, always, labels)
 
-        return pieces(
-            work.graph, work.flow, work.kinds, result, candidate.degrees, cost, menu_of
-        )
+        return pieces(work.graph, work.flow, work.kinds, result, candidate.degrees, cost, menu_of)
 
     def _sharding(
         self, work: Workload, candidate: Candidate, cost: CostModel, wanted: Configuration
@@ -256,7 +254,8 @@ def _stages(
     work: Workload, wanted: Configuration, found: Pieces, label: str
 ) -> Assignment:
     """Equal stages: which calls, with which menu point, run on each."""
-    order = [work.variant_of[i] for i in range(len(work.graph.calls))]
+    variant_of = work.variant_of
+    order = [variant_of[i] for i in range(len(work.graph.calls))]
     runs = [(variant, len(list(group))) for variant, group in groupby(order)]
     layers = max(range(len(runs)), key=lambda r: runs[r][1])
     counts = layers_per_stage(runs[layers][1], wanted.mesh.pipeline)

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ir.errors import UsageError
 from ir.graph import Node, TensorType
 from ir.lower import Lowered
 from ir.ops import op_def
 
+_MOST_BYTES = 2**62
+"""Of one tensor; torch counts in 64 bits."""
 _STRIDED: dict[str, Callable[[Tensor, Node, tuple[int, ...]], Tensor]] = {
     "view": lambda x, node, shape: x.view(shape),
     "expand": lambda x, node, shape: x.expand(shape),
@@ -65,6 +68,8 @@ def storage_of(lowered: Lowered) -> Storage:
 
 
 def _contiguous(kind: TensorType) -> Tensor:
+    if kind.bytes(1) > _MOST_BYTES:
+        raise UsageError(f"a tensor of {kind} has {kind.bytes(1):.1e} bytes: is a size wrong?")
     return torch.empty(_sizes(kind), dtype=getattr(torch, kind.dtype), device="meta")
 
 

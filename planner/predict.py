@@ -49,7 +49,10 @@ CONTEXT_BYTES = 1.4 * GIB
 
 @dataclass(frozen=True)
 class Predicted:
-    """Seconds of a step and its parts, and the fullest device. `traits`: with open ones decided."""
+    """Seconds of a step and its parts, and the fullest device. `traits`: with open ones decided.
+
+    `usd_per_step`: 0 where the cluster's price is not known.
+    """
 
     step_s: float
     peak_GiB: float
@@ -61,6 +64,7 @@ class Predicted:
     recompute: str
     traits: Traits
     evaluated: Evaluated
+    usd_per_step: float = 0.0
 
 
 @dataclass
@@ -101,7 +105,7 @@ class Predictor:
             cost_s.step_s, _reading_bytes(cost_s.peak_bytes, wanted) / GIB,
             cost_s.peak_bytes <= cost_s.capacity_bytes,
             cost_s.compute_s, cost_s.exposed_comm_s, cost_s.bubble_s, cost_s.optimizer_s, label,
-            traits, evaluated,
+            traits, evaluated, wanted.cluster.usd_per_hour * cost_s.step_s / 3600,
         )  # fmt: skip
 
     def _work(self, graph: Graph, wanted: Configuration) -> Workload:

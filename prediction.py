@@ -5,7 +5,6 @@ whether it fits, by the same trace, costs and memory count that `plan` uses.
 """
 
 import argparse
-import csv
 import json
 import multiprocessing
 import os
@@ -13,7 +12,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ir.cluster import Cluster
@@ -27,6 +25,7 @@ from planner.predict import Predicted, Predictor
 from planner.predict_table import COLUMNS, Row, predict_row, predict_table, record
 from planner.rows import read_configuration
 from planner.stacks import has_wide_logits, padded_vocab
+from planner.table_file import read_rows, whole_file, write_rows
 from runtime.row_models import RowShape, build_row_model, probe_of, row_shape, size_changes
 
 FEW_ROWS = 24
@@ -66,9 +65,16 @@ def predict(
     example `batch` as for `plan`), a traced `Graph`, or None for the transformer that `config`
     describes. `cluster` None: as `config` states it. Raises `UsageError` for what can't be.
     """
-    row = {key: "" if value is None else str(value) for key, value in config.items()}
+    row = {key: _cell(value) for key, value in config.items()}
     wanted = read_configuration(row, cluster)
     return Predictor().predict(_graph(model, row, batch, options), wanted)
+
+
+def _cell(value: Any) -> str:
+    """A value as a table has it: flags are 0 and 1."""
+    if value is None:
+        return ""
+    return str(int(value) if isinstance(value, bool) else value)
 
 
 def _graph(model: Any, row: Row, batch: Any, options: Mapping[str, Any]) -> Graph:
@@ -116,19 +122,6 @@ def _shares(rows: Sequence[Row], count: int) -> list[list[int]]:
     return [part for part in parts if part]
 
 
-def read_rows(path: str | Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; `UsageError` if it is no table of configurations."""
-    try:
-        with open(path, newline="", encoding="utf-8") as handle:
-            reader = csv.DictReader(handle)
-            rows = [{k: v or "" for k, v in row.items() if k} for row in reader]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{path} is not a CSV table: {error}.") from error
-    if not rows or "micro_batch" not in rows[0]:
-        raise UsageError(f"{path} has no rows with the column micro_batch: is it such a table?")
-    return rows
-
-
 def summary(records: Sequence[Mapping[str, str]]) -> str:
     """How many rows were predicted and refused, and the most frequent reasons."""
     errors = [item["error"] for item in records if item["error"]]
@@ -152,16 +145,19 @@ def predict_command(options: argparse.Namespace) -> int:
         return 0
     if not (options.out or options.json):
         raise UsageError("say where to write the predictions with --out PRED.csv, or use --json")
-    records = predict_rows(rows)
-    if options.out:
-        with open(options.out, "w", newline="", encoding="utf-8") as handle:
-            writer = csv.DictWriter(handle, COLUMNS)
-            writer.writeheader()
-            writer.writerows(records)
+    records = _written(rows, options) if options.out else predict_rows(rows)
     if options.json:
         print(json.dumps({"rows": records, "summary": summary(records)}))
     print(summary(records), file=sys.stderr if options.json else sys.stdout)
     return 0
+
+
+def _written(rows: Sequence[Row], options: argparse.Namespace) -> list[dict[str, str]]:
+    """Predicts once it is sure that the result can be written."""
+    with whole_file(options.out, source=options.rows) as handle:
+        records = predict_rows(rows)
+        write_rows(handle, COLUMNS, records)
+    return records
 
 
 def add_predict_command(commands: Any) -> None:
@@ -177,4 +173,3 @@ def add_predict_command(commands: Any) -> None:
     command.add_argument("--explain", metavar="ID", help="print where that row's time and bytes go")
     command.add_argument("--json", action="store_true", help="print JSON on stdout")
     command.set_defaults(run=predict_command)
-

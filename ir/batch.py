@@ -8,13 +8,14 @@ micro-batches either a prologue (if it depends on inputs alone) or a refusal.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
 from ir.errors import Refused
 from ir.factors import Factors, infer
-from ir.graph import BATCH, Block, Graph, Node, references
+from ir.graph import BATCH, Block, Graph, Node
 from ir.layout import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
 from ir.reshard import possible
 from ir.strategies import Strategy, strategies
@@ -45,7 +46,7 @@ class Spread:
         """Operands that must be completed over the batch: (node, value, wanted placement)."""
         found = []
         for node in block.nodes:
-            names = [ref.name for ref in references((node.args, node.kwargs))]
+            names = node.operands
             for name, want in zip(names, self.chosen[node].operands, strict=True):
                 have = self.place[name]
                 if have != want and have != REPLICATE:
@@ -70,7 +71,7 @@ def spread(block: Block, inputs: tuple[Placement, ...]) -> Spread:
     for i, node in enumerate(block.nodes):
         if i == block.n_forward:
             place |= {tangent: dual(place[output]) for tangent, output in tangents.items()}
-        names = [ref.name for ref in references((node.args, node.kwargs))]
+        names = node.operands
         options = strategies(node, factors, leaves)
         best = min(options, key=lambda s: _cost(s, names, place, block))
         chosen[node] = best
@@ -81,7 +82,7 @@ def spread(block: Block, inputs: tuple[Placement, ...]) -> Spread:
 
 
 def _cost(
-    option: Strategy, names: list[str], place: dict[str, Placement], block: Block
+    option: Strategy, names: tuple[str, ...], place: dict[str, Placement], block: Block
 ) -> tuple[float, int]:
     """Bytes to move, then cut before partial before whole."""
     moved = 0.0
@@ -141,10 +142,11 @@ def flow(graph: Graph) -> Flow:
 def needs_whole_batch(graph: Graph, batch_flow: Flow) -> str | None:
     """Why several micro-batches can't give the one-device result, or None if they can."""
     alike: set[tuple[object, ...]] = set()
+    counts = Counter(call.block for call in graph.calls)
     for index, call in enumerate(graph.calls):
         block = graph.blocks[call.block]
         result = batch_flow.spread_of(graph, index)
-        once = sum(other.block == call.block for other in graph.calls) == 1
+        once = counts[call.block] == 1
         early = {
             name for name, value in zip(block.inputs, call.arguments, strict=True)
             if value in batch_flow.early

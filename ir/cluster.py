@@ -18,26 +18,38 @@ from ir.cluster_file import read_cluster_file
 from ir.detect import detected_spec
 from ir.device import GIB, Device, Link
 from ir.errors import UsageError
-from ir.topology import NODE, Level, named_device, usual_levels
+from ir.machines import Host, MemoryLevel, memory_levels, usual_host
+from ir.mixed import Nodes, Part, join
+from ir.spec import read_spec
+from ir.topology import NODE, Level, named_device
 from ir.topology_text import levels_from_nccl_xml, levels_from_nvidia_smi
+from ir.yaml_values import read_text
 
 __all__ = ["AXES", "GIB", "Cluster", "Device", "Level", "Link", "Mesh"]
 
 AXES = ("pipeline", "data", "tensor")  # outermost first
-
-_GRAMMAR = (
-    "Write [NODES x] [DEVICES x] DEVICE, for example 4x8xH100-SXM (4 nodes of 8), 8xA100-80GB, "
-    "H200-SXM, H100-SXM:3g.40gb (a MIG slice); or local:4 for 4 processes on this machine; "
-    "or the path of a cluster.yaml."
-)
+MOST_DEVICES = 100_000
+"""Of a cluster: far beyond any that a step was run on; more is a slip."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Equal devices on nested levels, innermost first: 8 by NVLink, then 4 nodes by a network."""
+    """Devices on nested levels, innermost first: 8 by NVLink, then 4 nodes by a network.
+
+    `device` is in every place; where `nodes` hold different ones (in rank order), it is the
+    slowest with the least memory of them. `usd_per_hour`: of the whole cluster, 0 if not known.
+    `own_host`: what the host has for each device, where it is not the usual machine's.
+    """
 
     device: Device
     levels: tuple[Level, ...]
+    nodes: tuple[Nodes, ...] = ()
+    usd_per_hour: float = 0.0
+    own_host: Host | None = None
+
+    def __post_init__(self) -> None:
+        if self.n_devices > MOST_DEVICES:
+            raise UsageError(f"{self} has {self.n_devices} devices; {MOST_DEVICES} are the most.")
 
     @property
     def n_devices(self) -> int:
@@ -57,9 +69,32 @@ class Cluster:
         near = [level.size for level in self.levels if level.link.name != "network"]
         return prod(near)
 
+    @property
+    def host(self) -> Host:
+        """What the host has for each device; nothing is known of a CPU process's."""
+        known = self.own_host or (usual_host(self.device) if self.device.sm_count else None)
+        return known or Host(0.0, 0)
+
+    @property
+    def memory_levels(self) -> tuple[MemoryLevel, ...]:
+        """What one device can use, from registers to NVMe."""
+        return memory_levels(self.device, self.host)
+
+    def device_of(self, rank: int) -> Device:
+        """The device in that place."""
+        if not 0 <= rank < self.n_devices:
+            raise UsageError(f"rank {rank} is not on {self} ({self.n_devices} devices).")
+        left = rank // self.devices_per_node
+        for part in self.nodes:
+            if left < part.count:
+                return part.device
+            left -= part.count
+        return self.device
+
     def __str__(self) -> str:
         per_node = self.devices_per_node
-        return f"{self.n_devices // per_node}x{per_node} {self.device.name}"
+        parts = self.nodes or (Nodes(self.n_devices // per_node, self.device),)
+        return " + ".join(f"{part.count}x{per_node} {part.device.name}" for part in parts)
 
     @staticmethod
     def parse(spec: str) -> "Cluster":
@@ -69,17 +104,18 @@ class Cluster:
         '4x8 H100-SXM'
         """
         if spec.endswith((".yaml", ".yml")):
-            return Cluster(*read_cluster_file(Path(spec)))
+            return Cluster(**read_cluster_file(Path(spec)))
+        if spec.endswith(".xml"):
+            return Cluster.from_nccl_xml(read_text(Path(spec)))
         compact = re.sub(r"\s", "", spec)
-        if local := re.fullmatch(r"local:(\d+)", compact, re.IGNORECASE):
-            return Cluster.local(int(local[1]))
-        name = r"(?!\d+x|x)([a-z].*|\d{3,}.*)"
-        match = re.fullmatch(rf"(?:(\d+)x)?(?:(\d+)x)?{name}", compact, re.IGNORECASE)
-        counts = [int(count) for count in match.groups()[:2] if count] if match else [0]
-        if match is None or 0 in counts:
-            raise UsageError(f"cluster {spec!r} can't be read. {_GRAMMAR}")
-        nodes, devices_per_node = [1] * (2 - len(counts)) + counts
-        return Cluster(named_device(match[3]), usual_levels(match[3], nodes, devices_per_node))
+        if local := re.fullmatch(r"local:(\d+)|(?:(\d+)x)?CPU", compact, re.IGNORECASE):
+            return Cluster.local(int(local[1] or local[2] or 1))
+        parts = re.split(r"\+(?=\d)", compact)
+        if len(parts) > 1:
+            found = [read_spec(part, spec, spare=1)[:2] for part in parts]
+            return Cluster(*join([Part(device, levels, 1) for device, levels in found]))
+        device, levels, host = read_spec(compact, spec)
+        return Cluster(device, levels, own_host=host)
 
     @staticmethod
     def from_nvidia_smi(text: str, device: str, nodes: int = 1) -> "Cluster":
@@ -123,19 +159,35 @@ class Cluster:
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file; `from_json` reads them back to an equal cluster."""
         return {
-            "device": {**asdict(self.device), "peaks": dict(self.device.peaks)},
+            "device": _device_json(self.device),
             "levels": [_level_json(level) for level in self.levels],
+            **self._facts_json(),
         }
+
+    def _facts_json(self) -> dict[str, Any]:
+        """Of the other fields those that say something."""
+        facts: dict[str, Any] = {}
+        if self.nodes:
+            facts["nodes"] = [[n.count, _device_json(n.device)] for n in self.nodes]
+        if self.usd_per_hour:
+            facts["usd_per_hour"] = self.usd_per_hour
+        if self.own_host:
+            facts["own_host"] = asdict(self.own_host)
+        return facts
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> "Cluster":
         """The cluster that `to_json` wrote; `UsageError` if the value has another shape."""
         try:
-            device = dict(value["device"])
-            device["peaks"] = tuple(device["peaks"].items())
             levels = tuple(_level_from_json(level) for level in value["levels"])
-            return Cluster(Device(**device), levels)
-        except (KeyError, TypeError, AttributeError) as error:
+            return Cluster(
+                _device_from_json(value["device"]),
+                levels,
+                tuple(Nodes(n, _device_from_json(item)) for n, item in value.get("nodes", ())),
+                value.get("usd_per_hour", 0.0),
+                Host(**value["own_host"]) if "own_host" in value else None,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"this is not a cluster written by to_json: {error!r}.") from error
 
 
@@ -233,6 +285,14 @@ def _level_joining(cluster: Cluster, a: int, b: int) -> int:
         if a // unit == b // unit:
             return index
     raise UsageError(f"rank {max(a, b)} is not on {cluster} ({cluster.n_devices} devices).")
+
+
+def _device_json(device: Device) -> dict[str, Any]:
+    return {**asdict(device), "peaks": dict(device.peaks)}
+
+
+def _device_from_json(value: Mapping[str, Any]) -> Device:
+    return Device(**{**value, "peaks": tuple(value["peaks"].items())})
 
 
 def _level_json(level: Level) -> dict[str, Any]:

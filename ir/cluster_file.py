@@ -1,15 +1,19 @@
 """Reads cluster.yaml: a device and either two bandwidths or named levels, each key optional.
 
-Input: the file's path. Output: the `Device` and its `Level`s, innermost first. A bandwidth that
-is given is taken as sustained, in GB/s per direction and port (NIC).
+Input: the file's path. Output: what a `Cluster` holds. A bandwidth that is given is taken as
+sustained, in GB/s per direction and port (NIC). `nodes` may be a list of different nodes, and
+`topology` a file that a tool wrote on one of the nodes.
 """
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from ir.device import GIB, Device, Link, inner_link
 from ir.errors import UsageError
+from ir.machines import GB, Host, Machine, find_machine, machine_names, usual_host
+from ir.mixed import Nodes, Part, join
+from ir.spec import machine_levels
 from ir.topology import (
     DOMAIN,
     NODE,
@@ -20,6 +24,8 @@ from ir.topology import (
     reduction_rate,
     usual_levels,
 )
+from ir.topology_text import levels_from_nccl_xml, levels_from_nvidia_smi
+from ir.yaml_values import Values, check_keys, load_yaml, positive, read_text, whole
 
 _SIMPLE_KEYS = {
     "nodes",
@@ -29,7 +35,19 @@ _SIMPLE_KEYS = {
     "inter_bandwidth_GBps",
     "inter_latency_us",
 }
-_FILE_KEYS = _SIMPLE_KEYS | {"device", "memory_GiB", "reserve_GiB", "levels"}
+_HOST_KEYS = {
+    "host_link_GBps",
+    "host_memory_GiB",
+    "host_memory_GBps",
+    "nvme_GB",
+    "nvme_GBps",
+}
+_PRICE_KEYS = {"usd_per_device_hour", "usd_per_node_hour"}
+_DEVICE_KEYS = {"device", "memory_GiB", "reserve_GiB"}
+_FILE_KEYS = (
+    _SIMPLE_KEYS | _DEVICE_KEYS | _HOST_KEYS | _PRICE_KEYS | {"levels", "machine", "topology"}
+)
+_NODE_KEYS = (_SIMPLE_KEYS | _DEVICE_KEYS | _PRICE_KEYS | {"machine", "count"}) - {"nodes"}
 _LEVEL_KEYS = {
     "name",
     "size",
@@ -39,27 +57,153 @@ _LEVEL_KEYS = {
     "devices_per_nic",
     "oversubscription",
 }
-Values = dict[str, Any]
 
 
-def read_cluster_file(path: Path) -> tuple[Device, tuple[Level, ...]]:
-    """The device and levels that a cluster.yaml describes; `UsageError` names a wrong key."""
-    values = _load_yaml(path)
-    _known(values, _FILE_KEYS, str(path))
+class Described(TypedDict, total=False):
+    """Keyword arguments of `Cluster`."""
+
+    device: Device
+    levels: tuple[Level, ...]
+    nodes: tuple[Nodes, ...]
+    usd_per_hour: float
+    own_host: Host
+
+
+def read_cluster_file(path: Path) -> Described:
+    """What a cluster.yaml describes; `UsageError` names a wrong key."""
+    values = load_yaml(path)
+    where = str(path)
+    check_keys(values, _FILE_KEYS, where)
+    if isinstance(values.get("nodes"), list):
+        return _mixed(values, where)
+    found = _alike(values, path)
+    if usd := _usd_per_hour(values, Part(found["device"], found["levels"]), where):
+        found["usd_per_hour"] = usd
+    if host := _own_host(values, found["device"], where):
+        found["own_host"] = host
+    return found
+
+
+def _alike(values: Values, path: Path) -> Described:
+    """Nodes that all hold the same device."""
+    where = str(path)
+    machine = _machine(values, where)
+    if machine is not None:
+        values = {"device": machine.device, "devices_per_node": machine.devices} | values
     name = values.get("device")
     if not isinstance(name, str):
-        raise UsageError(f"{path}: `device` must name a device (device: H100-SXM), not {name!r}.")
-    device = _with_memory(named_device(name), values, str(path))
-    if "levels" not in values:
-        return device, _simple_levels(name, values, str(path))
-    if both := sorted(_SIMPLE_KEYS & set(values)):
-        raise UsageError(f"{path}: `{both[0]}` says what `levels` says; keep one of them.")
-    return device, _named_levels(name, values["levels"], str(path))
+        raise UsageError(f"{where}: `device` must name a device (device: H100-SXM), not {name!r}.")
+    device = _with_memory(named_device(name), values, where)
+    levels = _levels(name, values, path)
+    if machine is not None:
+        levels = machine_levels(machine, whole(values, "nodes", where, machine.nodes))
+        levels = _overridden_levels(levels, values, where)
+    found = Described(device=device, levels=levels)
+    if machine is not None:
+        found["own_host"] = machine.host
+    return found
+
+
+def _levels(name: str, values: Values, path: Path) -> tuple[Level, ...]:
+    """By `levels`, by `topology`, or usual ones for the counts; two of these are one too many."""
+    where = str(path)
+    for key, others in (
+        ("levels", _SIMPLE_KEYS | {"topology", "machine"}),
+        ("topology", _SIMPLE_KEYS | {"machine"}),
+    ):
+        allowed = {"nodes"} if key == "topology" else set()
+        if key in values and (both := sorted((others - allowed) & set(values))):
+            raise UsageError(f"{where}: `{both[0]}` says what `{key}` says; keep one of them.")
+    if "levels" in values:
+        return _named_levels(name, values["levels"], where)
+    if "topology" in values:
+        return _pasted_levels(name, values, path)
+    return _simple_levels(name, values, where)
+
+
+def _pasted_levels(name: str, values: Values, path: Path) -> tuple[Level, ...]:
+    """Levels from `nvidia-smi topo -m` or NCCL's XML, in a file beside the cluster.yaml."""
+    text = read_text(path.parent / str(values["topology"]))
+    nodes = whole(values, "nodes", str(path), 1)
+    if text.lstrip().startswith("<"):
+        return levels_from_nccl_xml(text, name, nodes)[1]
+    return levels_from_nvidia_smi(text, name, nodes)
+
+
+def _mixed(values: Values, where: str) -> Described:
+    """`nodes` as a list: each entry has a `count`, and what differs from the file's own keys."""
+    if wrong := sorted({"levels", "topology"} & set(values)):
+        raise UsageError(f"{where}: `{wrong[0]}` can't describe nodes that differ.")
+    shared = {key: value for key, value in values.items() if key in _NODE_KEYS}
+    parts, usd = [], 0.0
+    for number, entry in enumerate(values["nodes"], start=1):
+        at = f"{where}: entry {number} of `nodes`"
+        if not isinstance(entry, dict):
+            raise UsageError(f"{at} must hold keys, such as `count: 2` and `device: H100-SXM`.")
+        check_keys(entry, _NODE_KEYS, at)
+        count = whole(entry, "count", at, 1)
+        own = shared | {key: value for key, value in entry.items() if key != "count"}
+        found = _alike(own | {"nodes": count + 1}, Path(at))
+        parts.append(Part(found["device"], found["levels"], spare=1))
+        usd += _usd_per_hour(own, parts[-1], at)
+    if not parts:
+        raise UsageError(f"{where}: `nodes` lists no node.")
+    device, levels, nodes = join(parts)
+    found = Described(device=device, levels=levels, nodes=nodes, usd_per_hour=usd)
+    if host := _own_host(values, device, where):
+        found["own_host"] = host
+    return found
+
+
+def _machine(values: Values, where: str) -> Machine | None:
+    if "machine" not in values:
+        return None
+    if both := sorted({"device", "devices_per_node"} & set(values)):
+        raise UsageError(f"{where}: `{both[0]}` says what `machine` says; keep one of them.")
+    machine = find_machine(str(values["machine"]))
+    if machine is None:
+        known = ", ".join(machine_names())
+        raise UsageError(f"{where}: no machine is called {values['machine']!r}. Known: {known}.")
+    return machine
+
+
+def _own_host(values: Values, device: Device, where: str) -> Host | None:
+    """The usual host with what the file says of it; None if it says nothing."""
+    if not _HOST_KEYS & set(values):
+        return None
+    usual = usual_host(device) if device.sm_count else Host(0.0, 0)
+    scales = (
+        ("host_link_GBps", "link_bytes_per_s", GB),
+        ("host_memory_GiB", "memory_bytes", GIB),
+        ("host_memory_GBps", "memory_bytes_per_s", GB),
+        ("nvme_GB", "nvme_bytes", GB),
+        ("nvme_GBps", "nvme_bytes_per_s", GB),
+    )
+    given = {
+        field: type(getattr(usual, field))(positive(values, key, where) * scale)
+        for key, field, scale in scales if key in values
+    }  # fmt: skip
+    return replace(usual, **given)
+
+
+def _usd_per_hour(values: Values, part: Part, where: str) -> float:
+    """The price of all nodes together; 0 where none is given."""
+    if len(_PRICE_KEYS & set(values)) > 1:
+        raise UsageError(f"{where}: give the price per device or per node, not both.")
+    if "usd_per_node_hour" in values:
+        return part.nodes * positive(values, "usd_per_node_hour", where)
+    if "usd_per_device_hour" in values:
+        devices = part.nodes * part.devices_per_node
+        return devices * positive(values, "usd_per_device_hour", where)
+    return 0.0
 
 
 def _simple_levels(name: str, values: Values, where: str) -> tuple[Level, ...]:
-    counts = [_whole(values, key, where, 1) for key in ("nodes", "devices_per_node")]
-    levels = usual_levels(name, *counts)
+    counts = [whole(values, key, where, 1) for key in ("nodes", "devices_per_node")]
+    return _overridden_levels(usual_levels(name, *counts), values, where)
+
+
+def _overridden_levels(levels: tuple[Level, ...], values: Values, where: str) -> tuple[Level, ...]:
     prefixes = ["inter" if level.name == "network" else "intra" for level in levels]
     return tuple(
         replace(level, link=_overridden(level.link, values, f"{prefix}_", where))
@@ -78,13 +222,13 @@ def _named_levels(name: str, entries: Any, where: str) -> tuple[Level, ...]:
         at = f"{where}: level {index + 1}"
         if not isinstance(entry, dict):
             raise UsageError(f"{at} must hold keys such as `name`, `size`, `bandwidth_GBps`.")
-        _known(entry, _LEVEL_KEYS, at)
+        check_keys(entry, _LEVEL_KEYS, at)
         levels.append(_level(name, entry, levels, index <= node, at))
     return tuple(levels)
 
 
 def _level(name: str, entry: Values, below: list[Level], in_node: bool, at: str) -> Level:
-    size = _whole(entry, "size", at)
+    size = whole(entry, "size", at)
     title = str(entry.get("name", NODE if in_node and not below else ""))
     kind = entry.get("link")
     if kind is not None:
@@ -100,13 +244,13 @@ def _level(name: str, entry: Values, below: list[Level], in_node: bool, at: str)
         link = replace(link, bandwidth_bytes_per_s=min(rates), achievable=1.0)
     shared = below[-1].devices_per_port if below and below[-1].link.name == link.name else 1
     if "latency_us" in entry:
-        link = replace(link, latency_s=_positive(entry, "latency_us", at) * 1e-6)
+        link = replace(link, latency_s=positive(entry, "latency_us", at) * 1e-6)
     return Level(
         size,
         link,
         title,
-        devices_per_port=_whole(entry, "devices_per_nic", at, shared),
-        oversubscription=max(1.0, _positive(entry, "oversubscription", at, 1.0)),
+        devices_per_port=whole(entry, "devices_per_nic", at, shared),
+        oversubscription=max(1.0, positive(entry, "oversubscription", at, 1.0)),
         nvls=reduction_rate(name, link),
         port_rates=rates if len(rates) > 1 else (),
     )
@@ -126,21 +270,21 @@ def _link_of_kind(name: str, kind: str, at: str) -> Link:
 def _port_rates(entry: Values, size: int, at: str) -> tuple[float, ...]:
     given = entry.get("bandwidth_GBps")
     if not isinstance(given, list):
-        return (_positive(entry, "bandwidth_GBps", at) * 1e9,) if given is not None else ()
+        return (positive(entry, "bandwidth_GBps", at) * 1e9,) if given is not None else ()
     if len(given) != size:
         raise UsageError(f"{at}: {len(given)} bandwidths for {size} units; give one, or {size}.")
     key = "bandwidth_GBps"
-    return tuple(_positive({key: rate}, key, at) * 1e9 for rate in given)
+    return tuple(positive({key: rate}, key, at) * 1e9 for rate in given)
 
 
 def _with_memory(device: Device, values: Values, where: str) -> Device:
     if "memory_GiB" in values:
-        memory_bytes = int(_positive(values, "memory_GiB", where) * GIB)
+        memory_bytes = int(positive(values, "memory_GiB", where) * GIB)
         scale = memory_bytes / device.memory_bytes
         reserve_bytes = int(device.reserve_bytes * min(1.0, scale))
         device = replace(device, memory_bytes=memory_bytes, reserve_bytes=reserve_bytes)
     if "reserve_GiB" in values:
-        reserve_bytes = int(_positive(values, "reserve_GiB", where) * GIB)
+        reserve_bytes = int(positive(values, "reserve_GiB", where) * GIB)
         if reserve_bytes >= device.memory_bytes:
             gib = device.memory_bytes / GIB
             raise UsageError(f"{where}: `reserve_GiB` leaves nothing of {gib:.1f} GiB.")
@@ -150,43 +294,8 @@ def _with_memory(device: Device, values: Values, where: str) -> Device:
 
 def _overridden(link: Link, values: Values, prefix: str, where: str) -> Link:
     if (key := f"{prefix}bandwidth_GBps") in values:
-        rate = _positive(values, key, where) * 1e9
+        rate = positive(values, key, where) * 1e9
         link = replace(link, bandwidth_bytes_per_s=rate, achievable=1.0)
     if (key := f"{prefix}latency_us") in values:
-        link = replace(link, latency_s=_positive(values, key, where) * 1e-6)
+        link = replace(link, latency_s=positive(values, key, where) * 1e-6)
     return link
-
-
-def _load_yaml(path: Path) -> Values:
-    try:
-        import yaml  # optional: only a cluster.yaml needs it
-    except ImportError as error:
-        raise UsageError(f"reading {path} needs PyYAML: pip install pyyaml.") from error
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path} can't be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not YAML: {error}.") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"{path} must hold keys and values, such as `device: H100-SXM`.")
-    return {str(key): value for key, value in values.items()}
-
-
-def _known(values: Values, keys: set[str], where: str) -> None:
-    if unknown := sorted(str(key) for key in set(values) - keys):
-        raise UsageError(f"{where}: unknown key {unknown[0]!r}. Known: {', '.join(sorted(keys))}.")
-
-
-def _positive(values: Values, key: str, where: str, default: float = 0) -> float:
-    value = values.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-        raise UsageError(f"{where}: `{key}` must be a positive number, not {value!r}.")
-    return float(value)
-
-
-def _whole(values: Values, key: str, where: str, default: float = 0) -> int:
-    count = _positive(values, key, where, default)
-    if count != int(count):
-        raise UsageError(f"{where}: `{key}` is {count:g}; device counts are whole numbers.")
-    return int(count)

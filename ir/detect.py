@@ -1,13 +1,16 @@
 """Finds the cluster that this process runs on: its GPUs (NVML), its nodes (SLURM), else its CPU.
 
-Input: NVML if `pynvml` is installed, and the environment variables SLURM_JOB_NUM_NODES (or
-SLURM_NNODES), SLURM_GPUS_ON_NODE and SLURM_NTASKS_PER_NODE. Output: a spec that `Cluster.parse`
-reads.
+Input: NVML if `pynvml` is installed, and the environment variables CUDA_VISIBLE_DEVICES,
+SLURM_JOB_NUM_NODES (or SLURM_NNODES), SLURM_GPUS_ON_NODE and SLURM_NTASKS_PER_NODE. Output: a spec
+that `Cluster.parse` reads.
 """
 
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import takewhile
+from typing import Any
 
 from ir.device import find_device
 from ir.errors import UsageError
@@ -18,6 +21,9 @@ _NVML_NAMES = {  # marketing name, without maker and family, to a name of hardwa
     "h200": "H200-SXM",
     "a100sxm440gb": "A100-40GB",
     "a100sxm480gb": "A100-80GB",
+    "a10080gbpcie": "A100-PCIe-80GB",
+    "h10096gbhbm3": "H100-96GB",
+    "b300sxm6ac": "B300",
 }
 
 
@@ -26,7 +32,7 @@ def detected_spec(environment: Mapping[str, str]) -> str:
 
     On a SLURM login node without GPUs the device is unknown: that is a `UsageError`.
     """
-    names = _gpu_names()
+    names = _visible(_gpu_names(), environment)
     nodes = _number(environment, ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")) or 1
     if not names:
         if nodes > 1 or _number(environment, ("SLURM_GPUS_ON_NODE",)):
@@ -54,16 +60,48 @@ def _gpu_names() -> list[str]:
         return []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())]
-        return [_catalogue_name(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+        parts = [part for handle in handles for part in _slices(pynvml, handle) or [handle]]
+        return [_catalogue_name(pynvml.nvmlDeviceGetName(part)) for part in parts]
     finally:
         pynvml.nvmlShutdown()
 
 
+def _slices(pynvml: Any, handle: Any) -> list[Any]:
+    """The MIG slices of a card in MIG mode; none of another."""
+    found = []
+    try:
+        if not pynvml.nvmlDeviceGetMigMode(handle)[0]:
+            return []
+        for n in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with suppress(pynvml.NVMLError):  # there is none at that index
+                found.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, n))
+    except (pynvml.NVMLError, AttributeError):  # the card or the library is older than MIG
+        return []
+    return found
+
+
+def _visible(names: list[str], environment: Mapping[str, str]) -> list[str]:
+    """Those that CUDA_VISIBLE_DEVICES leaves: by index, in its order; of UUIDs only the number.
+
+    CUDA stops at the first index that is none.
+    """
+    text = environment.get("CUDA_VISIBLE_DEVICES")
+    if text is None or not names:
+        return names
+    wanted = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdigit() for word in wanted):
+        return names[: len(wanted)] if not any(w.startswith("-") for w in wanted) else []
+    indices = takewhile(lambda n: n < len(names), map(int, wanted))
+    return [names[n] for n in indices]
+
+
 def _catalogue_name(name: str | bytes) -> str:
     text = name.decode() if isinstance(name, bytes) else name
-    short = re.sub(r"\b(NVIDIA|Tesla|GeForce|Quadro)\b\s*", "", text).strip()
+    short, _, profile = text.partition(" MIG ")
+    short = re.sub(r"\b(NVIDIA|Tesla|GeForce|Quadro)\b\s*", "", short).strip()
     key = re.sub(r"[^a-z0-9]", "", short.lower())
-    return find_device(_NVML_NAMES.get(key, short)).name
+    whole = find_device(_NVML_NAMES.get(key, short)).name
+    return f"{whole}:{profile.strip()}" if profile else whole
 
 
 def _number(environment: Mapping[str, str], keys: tuple[str, ...]) -> int | None:

@@ -69,6 +69,7 @@ _BRIDGE_SIZES = {  # NVLink joins only so many of these cards; larger nodes talk
     "H200-NVL-141GB": 4,
     "RTX 3090": 2,
 }
+_C2C_RATES = dict.fromkeys(("GB200 (per GPU)", "GB300 (per GPU)"), 450e9)  # per direction
 # Seconds per ring step, NCCL 2.30.7 src/graph/tuning.cc (hop latency, Ring, Simple).
 _NVLINK_LATENCY_S, _PCIE_LATENCY_S, _NETWORK_LATENCY_S = 3.4e-6, 5.7e-6, 14.0e-6
 
@@ -161,7 +162,7 @@ def inner_link(name: str, members: int) -> Link:
         is_xgmi = row["arch"].startswith("CDNA")
         rate = float(row["link_gbs_per_dir"]) * 1e9
         return Link("xGMI" if is_xgmi else "NVLink", rate, _NVLINK_LATENCY_S, fraction, is_xgmi)
-    return Link("PCIe", float(row["pcie_gbs_per_dir"]) * 1e9, _PCIE_LATENCY_S, 0.80)
+    return Link("PCIe", pcie_bytes_per_s(name), _PCIE_LATENCY_S, 0.80)
 
 
 def network_link(name: str) -> Link:
@@ -174,6 +175,16 @@ def network_link(name: str) -> Link:
     rates = {"Hopper": 50e9, "Blackwell": 50e9, "CDNA3": 50e9, "Ampere": 25e9}
     rate = 100e9 if "B300" in row["gpu"] else rates.get(row["arch"], 12.5e9)
     return Link("network", rate, _NETWORK_LATENCY_S, 0.97)
+
+
+def host_link_bytes_per_s(name: str) -> float:
+    """Nominal rate between a device and its host: PCIe, or NVLink-C2C of a Grace CPU."""
+    return _C2C_RATES.get(_row(name)["gpu"], pcie_bytes_per_s(name))
+
+
+def pcie_bytes_per_s(name: str) -> float:
+    """Nominal rate of a device's 16 lanes of PCIe, per direction."""
+    return float(_row(name)["pcie_gbs_per_dir"]) * 1e9
 
 
 def _device(row: dict[str, str]) -> Device:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import sympy
 
-from ir.graph import Block, Node, Size, references
+from ir.graph import Block, Node, Size
 from ir.layout import Shard
 from ir.ops import op_def
 from ir.ops.signature import Signature
@@ -138,7 +138,7 @@ def infer(block: Block) -> Factors:
     final = {n: tuple(tuple(forest.flat(d)) for d in ds) for n, ds in dims.items()}
     nodes = {}
     for node, signature, letters, stuck in drafts:
-        operand_names = [ref.name for ref in references((node.args, node.kwargs))]
+        operand_names = node.operands
         results = [name for name in node.outputs if name in final]
 
         def group(chosen: frozenset[str], letters: Letters = letters) -> frozenset[Leaf]:
@@ -162,7 +162,7 @@ def _apply(
     node: Node, block: Block, dims: dict[str, list[list[Leaf]]], forest: _Forest
 ) -> tuple[Signature, Letters, list[Leaf]]:
     """Unifies by the node's signature; returns it, its letters' leaves and what did not match."""
-    operand_names = [ref.name for ref in references((node.args, node.kwargs))]
+    operand_names = node.operands
     result_names = [name for name in node.outputs if name in dims]
     signature = op_def(node.op).signature(
         node, tuple(block.types[n] for n in operand_names),

@@ -89,7 +89,8 @@ class Source:
 class Node:
     """One operation: `op` is a row of the op table; `outputs` are the values it defines.
 
-    Nodes and blocks compare by identity; compare their text to compare what they do.
+    `operands` names the value of every `Ref` in the arguments, in order; `inputs` does without
+    repeats. Nodes and blocks compare by identity; compare their text to compare what they do.
     """
 
     op: str
@@ -97,12 +98,13 @@ class Node:
     kwargs: tuple[tuple[str, Any], ...]
     outputs: tuple[str, ...]
     source: Source = Source()
+    operands: tuple[str, ...] = field(init=False, repr=False)
+    inputs: tuple[str, ...] = field(init=False, repr=False)
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the tensor values read, in order of first use, without repeats."""
-        found = dict.fromkeys(ref.name for ref in references((self.args, self.kwargs)))
-        return tuple(found)
+    def __post_init__(self) -> None:
+        operands = tuple(ref.name for ref in references((self.args, self.kwargs)))
+        object.__setattr__(self, "operands", operands)
+        object.__setattr__(self, "inputs", tuple(dict.fromkeys(operands)))
 
     def __str__(self) -> str:
         words = [render(arg) for arg in self.args]

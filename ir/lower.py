@@ -12,7 +12,7 @@ from typing import Any
 
 from ir.batch import Spread, dual, early_values
 from ir.errors import Refused
-from ir.graph import Block, Node, Ref, TensorType, evaluate, needed, references
+from ir.graph import Block, Node, Ref, TensorType, evaluate, needed
 from ir.layout import DATA, REPLICATE, TENSOR, Layout, Partial, Placement, Shard
 from ir.reshard import step
 from ir.strategies import Strategy
@@ -163,7 +163,7 @@ class _Region:
 
     def run(self, node: Node, layout_of: Any) -> None:
         """Converts the operands of a node and emits it."""
-        names = [ref.name for ref in references((node.args, node.kwargs))]
+        names = node.operands
         wants = layout_of(node)
         swap = iter([self.convert(n, w) for n, w in zip(names, wants[0], strict=True)])
         args, kwargs = _replace((node.args, node.kwargs), swap)
@@ -266,7 +266,7 @@ class _Lowering:
                 region.run(node, self.layouts_of)
         early = []
         for node, name, _ in wanted:
-            names = [ref.name for ref in references((node.args, node.kwargs))]
+            names = node.operands
             layouts = self.layouts_of(node)[0]
             want = layouts[names.index(name)]
             result = region.convert(name, want)

@@ -145,10 +145,16 @@ class Spmd:
 
     def stages_of_state(self, name: str) -> tuple[int, ...]:
         """The stages that hold a state tensor; an unused one lives on the first stage."""
-        users = {
-            self.stage_of[i] for i, call in enumerate(self.graph.calls) if name in call.arguments
-        }
-        return tuple(sorted(users)) or (0,)
+        return tuple(sorted(self.stages_reading.get(name, (0,))))
+
+    @cached_property
+    def stages_reading(self) -> dict[str, set[int]]:
+        """The stages whose calls read each graph-level value."""
+        found: dict[str, set[int]] = {}
+        for index, call in enumerate(self.graph.calls):
+            for name in call.arguments:
+                found.setdefault(name, set()).add(self.stage_of[index])
+        return found
 
     def gradient_place(self, name: str) -> Placement:
         """The tensor-axis placement of a parameter's accumulated gradient."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ir.factors import Factors, Leaf
-from ir.graph import Node, references
+from ir.graph import Node
 from ir.layout import PARTIAL, REPLICATE, Placement
 
 
@@ -33,7 +33,7 @@ class Strategy:
 def strategies(node: Node, factors: Factors, leaves: Iterable[Leaf]) -> list[Strategy]:
     """Whole, each of `leaves` that may be cut, and the passing of partial sums."""
     facts = factors.nodes[node]
-    names = [ref.name for ref in references((node.args, node.kwargs))]
+    names = node.operands
     results = [name for name in node.outputs if name in factors.dims]
     found = [Strategy(None, (REPLICATE,) * len(names), (REPLICATE,) * len(results))]
     own = {f for dims in (*facts.operands, *facts.results) for d in dims for f in d}
@@ -48,7 +48,7 @@ def strategies(node: Node, factors: Factors, leaves: Iterable[Leaf]) -> list[Str
 
 
 def _cut(
-    leaf: Leaf, names: list[str], results: list[str], factors: Factors, node: Node
+    leaf: Leaf, names: tuple[str, ...], results: list[str], factors: Factors, node: Node
 ) -> Strategy | None:
     facts = factors.nodes[node]
 

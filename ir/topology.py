@@ -4,12 +4,11 @@ Input: a device name and counts, as people write them. Output: the `Device` (who
 of one) and the `Level`s of a usual machine with it, innermost first.
 """
 
-import re
 from dataclasses import dataclass, replace
-from math import ceil
 
-from ir.device import GIB, Device, Link, find_device, inner_link, network_link
+from ir.device import Device, Link, find_device, inner_link, network_link, pcie_bytes_per_s
 from ir.errors import UsageError
+from ir.mig import mig_slice, slices_per_device
 
 NODE, DOMAIN, NETWORK = "node", "NVLink domain", "network"
 
@@ -18,19 +17,13 @@ NODE, DOMAIN, NETWORK = "node", "NVLink domain", "network"
 _NVLS = dict.fromkeys(("H100-SXM", "H100-96GB", "H200-SXM"), 0.85) | dict.fromkeys(
     ("B200", "B300", "GB200", "GB300"), 0.74
 )
-_DOMAIN_SIZE = {"GB200": 72, "GB300": 72}  # devices that NVLink joins over several nodes
-# One NVIDIA MIG slice is 1/7 of the SMs and its memory a number of eighths (MIG user guide).
-_MIG_COMPUTE, _MIG_MEMORY = 7, 8
-_MIG = re.compile(r"(?P<compute>[1-7])g\.(?P<memory>\d+)gb(\+\w+)*", re.IGNORECASE)
+DOMAIN_SIZE = {"GB200": 72, "GB300": 72}
+"""Devices that NVLink joins, over several nodes."""
 # Two dies of a MI250X share a package with 4 of their 7 xGMI links; the others lead to other
 # packages, 50 GB/s each per direction (hardware.csv).
 _PACKAGE_RATE, _OUTER_RATE = 200e9, 150e9
-# GB/s per direction of 16 lanes (PCIe generation 3, 4, 5), of which large copies reach 80 %; a
-# step's latency is NCCL's (PCI, Ring, Simple).
-_PCIE_RATE = {"Volta": 15.75e9, "Turing": 15.75e9} | dict.fromkeys(
-    ("Hopper", "Blackwell", "Blackwell GB202", "CDNA3"), 63e9
-)
-_USUAL_PCIE_RATE, _PCIE_FRACTION, _PCIE_LATENCY_S = 31.5e9, 0.80, 5.7e-6
+# Large copies reach 80 % of PCIe; a step's latency is NCCL's (PCI, Ring, Simple).
+_PCIE_FRACTION, _PCIE_LATENCY_S = 0.80, 5.7e-6
 # Seconds per step of a ring over each kind of network. EFA: 4 nodes of 8 B200 take 0.37 ms for a
 # small all-reduce where InfiniBand takes about 0.09 (stas00/ml-engineering network/README.md).
 _NETWORK_LATENCY_S = {"infiniband": 14.0e-6, "roce": 14.0e-6, "efa": 140.0e-6}
@@ -69,43 +62,18 @@ class Level:
 def named_device(name: str) -> Device:
     """A device, or a slice of one: "H100-SXM:3g.40gb"; `UsageError` for an unknown one.
 
-    A slice has its sevenths of the arithmetic and its eighths of memory and memory bandwidth.
-
     >>> named_device("h100:3g.40gb").name
     'H100-SXM:3g.40gb'
     """
-    whole_name, colon, profile = name.partition(":")
-    whole = find_device(whole_name)
-    if not colon:
-        return whole
-    match = _MIG.fullmatch(profile)
-    if match is None:
-        raise UsageError(f"{name!r}: {profile!r} is no MIG profile. Write it as in 3g.40gb.")
-    compute = int(match["compute"]) / _MIG_COMPUTE
-    unit_gib = whole.memory_bytes / GIB / _MIG_MEMORY
-    eighths = ceil(int(match["memory"]) / unit_gib - 0.25)
-    if not 1 <= eighths <= _MIG_MEMORY:
-        gib = whole.memory_bytes / GIB
-        raise UsageError(f"{name!r}: a slice can't have {match['memory']} of {gib:.0f} GiB.")
-    memory = eighths / _MIG_MEMORY
-    return replace(
-        whole,
-        name=f"{whole.name}:{profile.lower()}",
-        peaks=tuple((dtype, flops * compute) for dtype, flops in whole.peaks),
-        memory_bytes=int(whole.memory_bytes * memory),
-        memory_bandwidth_bytes_per_s=whole.memory_bandwidth_bytes_per_s * memory,
-        reserve_bytes=int(1.4 * GIB + 0.04 * whole.memory_bytes * memory),
-        sm_count=round(whole.sm_count * compute),
-        l2_bytes=int(whole.l2_bytes * memory),
-        l2_bandwidth_bytes_per_s=whole.l2_bandwidth_bytes_per_s * memory,
-    )
+    whole, colon, profile = name.partition(":")
+    return mig_slice(find_device(whole), profile) if colon else find_device(whole)
 
 
 def usual_levels(name: str, nodes: int, devices_per_node: int) -> tuple[Level, ...]:
     """The levels of `nodes` usual machines with `devices_per_node` of that device each."""
     levels = node_levels(name, devices_per_node)
     whole = find_device(name.partition(":")[0]).name
-    per_domain = _DOMAIN_SIZE.get(whole, devices_per_node) // devices_per_node
+    per_domain = DOMAIN_SIZE.get(whole, devices_per_node) // devices_per_node
     joined = max((n for n in range(1, per_domain + 1) if nodes % n == 0), default=1)
     if joined > 1:
         levels += (replace(levels[-1], size=joined, name=DOMAIN),)
@@ -117,8 +85,9 @@ def usual_levels(name: str, nodes: int, devices_per_node: int) -> tuple[Level, .
 def node_levels(name: str, devices: int) -> tuple[Level, ...]:
     """What joins the devices within a node: one level, or packages and what joins those."""
     whole, colon, _ = name.partition(":")
-    if colon:  # slices have no NVLink between them: they meet over the host
-        return (Level(devices, pcie(name), NODE),)
+    if colon:  # slices have no NVLink between them: they meet over the host, on their card's port
+        sharing = min(devices, slices_per_device(named_device(name)))
+        return (Level(devices, pcie(name), NODE, devices_per_port=sharing),)
     link = inner_link(whole, devices)
     if find_device(whole).name == "MI250X" and devices > 2 and devices % 2 == 0:
         package = replace(link, bandwidth_bytes_per_s=_PACKAGE_RATE, point_to_point=False)
@@ -135,7 +104,7 @@ def reduction_rate(name: str, link: Link) -> float:
 
 def pcie(name: str) -> Link:
     """What devices of that name without a link of their own meet over: PCIe, by generation."""
-    rate = _PCIE_RATE.get(find_device(name.partition(":")[0]).arch, _USUAL_PCIE_RATE)
+    rate = pcie_bytes_per_s(name.partition(":")[0])
     return Link("PCIe", rate, _PCIE_LATENCY_S, _PCIE_FRACTION)
 
 

@@ -5,6 +5,7 @@ there are. Output: the device's name and the `Level`s of the cluster, innermost 
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil
 from xml.etree import ElementTree
@@ -28,12 +29,13 @@ _NAMES_BY_SM = {"70": "V100", "75": "T4", "80": "A100", "86": "RTX-3090", "89": 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """What a tool says: NVLinks by pair (absent: none), whether a switch joins them, NICs."""
+    """What a tool says: NVLinks by pair (absent: none), whether a switch joins them, pairs that
+    meet without leaving their socket, NICs."""
 
     size: int
     nvlinks: dict[tuple[int, int], int]
     is_switched: bool
-    crosses_sockets: bool
+    near: frozenset[tuple[int, int]]
     nics: int
     nic_bytes_per_s: float | None = None
 
@@ -68,7 +70,7 @@ def levels_from_nvidia_smi(text: str, device: str, nodes: int = 1) -> tuple[Leve
         size=len(gpus),
         nvlinks=nvlinks,
         is_switched=per_device > _count_of_links(device),
-        crosses_sockets="SYS" in cells.values(),
+        near=frozenset(pair for pair, cell in cells.items() if cell != "SYS"),
         nics=len(nic_columns),
     )
     return _levels(node, device, nodes)
@@ -105,12 +107,18 @@ def levels_from_nccl_xml(
     ports = {
         net.get("name", ""): float(net.get("speed", "0")) / 8 * 1e6 for net in root.iter("net")
     }
-    sockets = {cpu.get("numaid") for cpu in root.iter("cpu") if cpu.find(".//gpu") is not None}
+    socket = {
+        id(pci): n for n, cpu in enumerate(root.iter("cpu")) for pci in cpu.iter("pci")
+    }  # fmt: skip
+    homes = [socket.get(id(pci), 0) for pci in places]
     node = _Node(
         size=len(places),
         nvlinks=nvlinks,
         is_switched=is_switched,
-        crosses_sockets=len(sockets) > 1,
+        near=frozenset(
+            (a, b) for a in range(len(places)) for b in range(len(places))
+            if homes[a] == homes[b] or (a, b) in nvlinks
+        ),
         nics=len(ports),
         nic_bytes_per_s=min(ports.values()) if ports else None,
     )
@@ -124,19 +132,21 @@ def _gpu(pci: ElementTree.Element) -> ElementTree.Element:
 
 
 def _levels(node: _Node, device: str, nodes: int) -> tuple[Level, ...]:
+    """NVLink islands, what PCIe joins in a socket, sockets; the outermost of these is the node."""
     levels: tuple[Level, ...] = ()
-    island = _island_size(node)
+    island, host = _nvlink_island(node), pcie(device)
     if island > 1:
         link = _nvlink(node, device, island)
-        levels += (Level(island, link, NODE, nvls=reduction_rate(device, link)),)
-    if node.size > island or not levels:
-        host = pcie(device)
-        if node.crosses_sockets:
-            rate = min(host.bandwidth_bytes_per_s, _SOCKETS_RATE / host.achievable)
-            host = replace(host, bandwidth_bytes_per_s=rate)
-        levels = tuple(replace(level, name="NVLink") for level in levels)
-        levels += (Level(node.size // island, host, NODE),)
-    return levels + _network_levels(node, device, nodes)
+        levels += (Level(island, link, "NVLink", nvls=reduction_rate(device, link)),)
+    socket = _grouped(node.size, node.near) or island
+    if socket > island or not levels:
+        levels += (Level(socket // island, host, "socket"),)
+    if node.size > socket:  # all devices of a socket share what joins it to the others
+        rate = min(host.bandwidth_bytes_per_s, _SOCKETS_RATE / host.achievable)
+        between = replace(host, bandwidth_bytes_per_s=rate)
+        levels += (Level(node.size // socket, between, NODE, devices_per_port=socket),)
+    inner = tuple(level for level in levels[:-1] if level.size > 1)
+    return (*inner, replace(levels[-1], name=NODE), *_network_levels(node, device, nodes))
 
 
 def _network_levels(node: _Node, device: str, nodes: int) -> tuple[Level, ...]:
@@ -149,21 +159,34 @@ def _network_levels(node: _Node, device: str, nodes: int) -> tuple[Level, ...]:
     return (Level(nodes, link, NETWORK, devices_per_port=shared),)
 
 
-def _island_size(node: _Node) -> int:
+def _nvlink_island(node: _Node) -> int:
     """How many consecutive devices NVLink joins; `UsageError` if islands are not alike."""
-    island = list(range(node.size))
-    for a, b in node.nvlinks:
-        low, high = sorted((island[a], island[b]))
-        island = [low if i == high else i for i in island]
-    sizes = {island.count(i) for i in island}
-    size = sizes.pop()
-    if sizes or any(island[n] != n // size * size for n in range(node.size)):
-        order = ",".join(str(n) for n in sorted(range(node.size), key=lambda n: (island[n], n)))
+    size = _grouped(node.size, node.nvlinks)
+    if size is None:
+        group = _groups(node.size, node.nvlinks)
+        order = ",".join(str(n) for n in sorted(range(node.size), key=lambda n: (group[n], n)))
         raise UsageError(
             "NVLink joins devices that are not neighbours in number, or groups of unlike size. "
             f"Start with CUDA_VISIBLE_DEVICES={order} and describe that order."
         )
     return size
+
+
+def _grouped(count: int, pairs: Iterable[tuple[int, int]]) -> int | None:
+    """The size of the groups that `pairs` join, if all are alike and of consecutive devices."""
+    group = _groups(count, pairs)
+    size = group.count(0)
+    is_even = count % size == 0 and all(group[n] == n // size * size for n in range(count))
+    return size if is_even else None
+
+
+def _groups(count: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """Per device the least device of the group that `pairs` join it to."""
+    group = list(range(count))
+    for a, b in pairs:
+        low, high = sorted((group[a], group[b]))
+        group = [low if i == high else i for i in group]
+    return group
 
 
 def _nvlink(node: _Node, device: str, island: int) -> Link:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from ir.cluster import Cluster
+from ir.cluster import GIB, Cluster
 from ir.graph import Block
 from ir.layout import Replicate
 from ir.ops import op_def
@@ -31,7 +31,7 @@ def divides_something(kinds: tuple[Variant, ...], degree: int) -> bool:
 def approximations(work: Workload, best: Evaluated, cluster: Cluster) -> tuple[str, ...]:
     """All notes, in a stable order."""
     mesh = best.candidate.mesh
-    notes: list[str] = []
+    notes = [*_unlike_devices(cluster)]
     if mesh.size > 1:
         notes += _unknown_operations(work)
     if mesh.tensor > 1:
@@ -40,6 +40,17 @@ def approximations(work: Workload, best: Evaluated, cluster: Cluster) -> tuple[s
         notes.append(f"tensor={mesh.tensor} divides no factor: its ranks all do the same work")
     notes.append(ROOFLINE_NOTE if cluster.device.sm_count == 0 else SHAPE_NOTE)
     return tuple(dict.fromkeys(notes))
+
+
+def _unlike_devices(cluster: Cluster) -> list[str]:
+    """Nodes that differ are planned for as the least of them."""
+    if not cluster.nodes:
+        return []
+    device = cluster.device
+    return [
+        f"{cluster}: every device is taken as {device.name} with {device.usable_bytes / GIB:.1f} "
+        "usable GiB, the slowest of them with the least memory; the others wait"
+    ]
 
 
 def _unknown_operations(work: Workload) -> list[str]:

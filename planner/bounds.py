@@ -76,7 +76,7 @@ class Bounds:
         stages, more = candidate.mesh.pipeline, candidate.micro_batches - 1
         again_s, state = (
             self._again_s(candidate),
-            sum(self._states(candidate.mesh).values(), StateCost()),
+            StateCost.total(list(self._states(candidate.mesh).values())),
         )
         pace_s = max(total_s / stages, layer_s) + again_s / stages
         return total_s + again_s + more * pace_s + (state.sync_s + state.update_s) / stages
@@ -202,8 +202,8 @@ class Bounds:
         for variant, group in groupby(range(len(graph.calls)), key=lambda i: variant_of[i]):
             calls = list(group)
             names = dict.fromkeys(v for i in calls for v in graph.calls[i].arguments)
-            mine = (states.pop(name) for name in names if name in states)
-            found.append((variant, len(calls), sum(mine, StateCost())))
+            mine = [states.pop(name) for name in names if name in states]
+            found.append((variant, len(calls), StateCost.total(mine)))
         return found
 
     def _points(

@@ -21,7 +21,7 @@ from planner.cost import CostModel
 from planner.exchange import Exchange, Load, exchange, exposed_send_s, exposed_tensor_s
 from planner.pieces import Pieces
 from planner.pins import Candidate
-from planner.price import Seconds, StateCost, state_cost
+from planner.price import Seconds, StateCost, state_costs
 from planner.recompute import MenuPoint
 from planner.schedule import StageTime, bubble_s, held_batches, pipeline_step_s
 from planner.stage_bytes import early_bytes, gathered_bytes, point_of, sent_bytes, stage_cost
@@ -96,10 +96,8 @@ class _Evaluation:
         self.runs = [
             (variant, [i for i, _ in group]) for variant, group in groupby(order, lambda p: p[1])
         ]
-        self.state = {
-            item.name: state_cost(self.program, item.name, cost, work.optimizer)
-            for item in work.graph.state
-        }
+        self.state = state_costs(self.program, cost, work.optimizer)
+        self.stage_states: dict[tuple[int, tuple[StageCall, ...]], StateCost] = {}
         self.uses = _uses(work.graph)
 
     def run(self) -> Evaluated:
@@ -156,7 +154,8 @@ class _Evaluation:
                 if owners[name] != r:
                     pair = (owners[name], r)
                     tied[pair] = tied.get(pair, 0.0) + self.state[name].held_bytes
-        sends = tuple(self._typical_send_s(stage) for stage in range(mesh.pipeline - 1))
+        crossing = self._typical_crossing() if mesh.pipeline > 1 else []
+        sends = tuple(self._send_s(crossing, stage) for stage in range(mesh.pipeline - 1))
         return StageProblem(
             runs, mesh.pipeline, count, self.candidate.schedule,
             (float(room_bytes),) * mesh.pipeline, sends,
@@ -179,10 +178,7 @@ class _Evaluation:
 
     def _run(self, r: int, owners: dict[str, int]) -> Run:
         variant, calls = self.runs[r]
-        state = StateCost()
-        for name in self.state:
-            if owners[name] == r:
-                state += self.state[name]
+        state = StateCost.total([item for name, item in self.state.items() if owners[name] == r])
         n = len(calls)
         added_s = self._accumulate_s(state) / n
         points = tuple(
@@ -238,16 +234,19 @@ class _Evaluation:
             total += storage.size_bytes[name] / per_stage
         return total
 
-    def _typical_send_s(self, stage: int) -> float:
-        """There and back, for what crosses in the middle of the model."""
-        graph, program = self.work.graph, self.program
+    def _typical_crossing(self) -> list[str]:
+        """What crosses in the middle of the model."""
+        graph, makers = self.work.graph, self.program.makers
         middle = len(graph.calls) // 2
-        seconds = 0.0
-        crossing = {
+        return sorted({
             value for call in graph.calls[middle:] for value in call.arguments
-            if value in program.makers and program.makers[value][0] < middle
-        }  # fmt: skip
-        for value in sorted(crossing):
+            if value in makers and makers[value][0] < middle
+        })  # fmt: skip
+
+    def _send_s(self, crossing: Sequence[str], stage: int) -> float:
+        """There and back."""
+        program, seconds = self.program, 0.0
+        for value in crossing:
             ways = 2 if value in program.has_gradient and not self.cost.sends_meet else 1
             seconds += ways * self.cost.send_s(program.local_type_of(value).bytes(1), stage)
         return seconds
@@ -333,10 +332,11 @@ class _Evaluation:
         return [*names, *unused]
 
     def _state_of_stage(self, program: Spmd, stage: int) -> StateCost:
-        total = StateCost()
-        for name in self._stage_state(program, stage):
-            total += self.state[name]
-        return total
+        key = (stage, program.stages[stage])
+        if key not in self.stage_states:
+            items = [self.state[name] for name in self._stage_state(program, stage)]
+            self.stage_states[key] = StateCost.total(items)
+        return self.stage_states[key]
 
     def _tail(
         self, program: Spmd, moves: Sequence[Exchange], backward_s: Sequence[float]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ir.cluster import GIB
+from ir.cluster import GIB, Cluster
 from ir.graph import Node, render
 from ir.layout import Layout, Partial, Shard
 from ir.lower import Lowered
@@ -86,6 +86,18 @@ def _head(plan: Plan) -> Iterator[str]:
         f"time  compute {duration(p.compute_s)}   exposed communication "
         f"{duration(p.exposed_comm_s)}   bubble {duration(p.bubble_s)}   "
         f"optimizer {duration(p.optimizer_s)}"
+    )
+    if plan.cluster.usd_per_hour:
+        yield cost_line(p.step_s, plan.global_batch, plan.cluster)
+
+
+def cost_line(step_s: float, global_batch: int, cluster: Cluster) -> str:
+    """What a step and a million rows of the batch cost, at the cluster's price."""
+    step_usd = cluster.usd_per_hour * step_s / 3600
+    million_usd = step_usd * 1e6 / global_batch
+    return (
+        f"cost  {step_usd:.4g} USD per step   {million_usd:.4g} USD per million samples   "
+        f"{cluster.usd_per_hour:.4g} USD per hour"
     )
 
 

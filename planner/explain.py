@@ -35,6 +35,9 @@ def _parts(found: Predicted) -> Iterator[str]:
         seconds = getattr(found, name)
         yield f"  {name.removesuffix('_s'):<14} {seconds:10.4f} s  {seconds / step:6.1%}"
     yield f"  {'step':<14} {step:10.4f} s"
+    if found.usd_per_step:
+        million_usd = found.usd_per_step * 1e6 / found.evaluated.program.degrees.batch
+        yield f"  {'cost':<14} {found.usd_per_step:.4g} USD per step, {million_usd:.4g} per million"
     state = "fits" if found.fits else "does not fit"
     yield f"  peak {found.peak_GiB:.2f} GiB: {state}"
 

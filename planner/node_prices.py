@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from ir.graph import Node, TensorType, references
+from ir.graph import Node, TensorType
 from ir.layout import Layout
 from ir.lower import Degrees, local_type
 from ir.strategies import Strategy, strategies
@@ -52,7 +52,7 @@ class NodePrices:
 
     def _seconds(self, node: Node, option: Strategy) -> float:
         batch = self.variant.spread.chosen[node]
-        names = [ref.name for ref in references((node.args, node.kwargs))]
+        names = node.operands
         made = [name for name in node.outputs if name in self.variant.block.types]
         operands = [
             self._local(name, Layout(*places))

@@ -6,7 +6,9 @@ with these local shapes share.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ir.batch import Flow
 from ir.graph import Graph
@@ -41,9 +43,13 @@ def whole(graph: Graph, kinds: tuple[Variant, ...]) -> ShardingResult:
     return ShardingResult(shardings, state, 0.0, 0.0, 0)
 
 
+MenuOf: TypeAlias = "Callable[[Variant, Lowered, NodeTimes, frozenset[str]], tuple[MenuPoint, ...]]"
+"""The menu of a variant, from its lowered program, node times and inputs that are always there."""
+
+
 def pieces(
     graph: Graph, batch_flow: Flow, kinds: tuple[Variant, ...], result: ShardingResult,
-    degrees: Degrees, cost: CostModel, recompute: str | None,
+    degrees: Degrees, cost: CostModel, menu_of: MenuOf,
 ) -> Pieces:  # fmt: skip
     """Lowers and prices every variant."""
     lowered = lower_all(graph, batch_flow, kinds, result.shardings, degrees)
@@ -51,9 +57,13 @@ def pieces(
     storages = tuple(storage_of(piece) for piece in lowered)
     times = tuple(node_times(p, s, cost) for p, s in zip(lowered, storages, strict=True))
     menus = tuple(
-        menu(piece, store, time, state_inputs(piece, graph.calls[v.calls[0]].arguments, names),
-             recompute)
-        for v, piece, store, time in zip(kinds, lowered, storages, times, strict=True)
-    )  # fmt: skip
+        menu_of(v, piece, time, state_inputs(piece, graph.calls[v.calls[0]].arguments, names))
+        for v, piece, time in zip(kinds, lowered, times, strict=True)
+    )
     state: dict[str, Placement] = {item.name: REPLICATE for item in graph.state} | result.state
     return Pieces(result.shardings, state, lowered, storages, times, menus)
+
+
+def best_menu(recompute: str | None) -> MenuOf:
+    """`planner.recompute.menu`, or the part of it that `recompute` allows."""
+    return lambda _, piece, times, always: menu(piece, times.storage, times, always, recompute)

@@ -19,8 +19,7 @@ from ir.deepen import layer_run
 from ir.errors import UsageError
 from ir.graph import Graph
 from ir.lower import Degrees, Lowered
-from ir.recompute import state_inputs
-from ir.variants import variants
+from ir.variants import Variant, variants
 from planner.calibrated import cost_model
 from planner.candidate import Evaluated, Workload, evaluate_stages
 from planner.cost import CostModel
@@ -28,7 +27,7 @@ from planner.device_memory import peak_bytes, reading_bytes
 from planner.fusion import is_fusable
 from planner.pieces import Pieces, pieces, whole
 from planner.pins import Candidate, divisors
-from planner.price import COLLECTIVES
+from planner.price import COLLECTIVES, NodeTimes
 from planner.recompute import MenuPoint, everything, group_starts, named_point
 from planner.rows import Configuration
 from planner.sharding import ShardingResult, shard
@@ -45,7 +44,10 @@ MICRO_BATCHES_SHARDED_FOR = 4
 
 @dataclass(frozen=True)
 class Predicted:
-    """Seconds of a step and its parts, and the fullest device. `traits`: with open ones decided."""
+    """Seconds of a step and its parts, and the fullest device. `traits`: with open ones decided.
+
+    `usd_per_step`: 0 where the cluster's price is not known.
+    """
 
     step_s: float
     peak_GiB: float
@@ -57,6 +59,7 @@ class Predicted:
     recompute: str
     traits: Traits
     evaluated: Evaluated
+    usd_per_step: float = 0.0
 
 
 @dataclass
@@ -97,7 +100,7 @@ class Predictor:
             cost_s.step_s, reading_bytes(evaluated, cost, wanted.memory_kind) / GIB,
             peak_bytes(evaluated, cost) <= cost_s.capacity_bytes,
             cost_s.compute_s, cost_s.exposed_comm_s, cost_s.bubble_s, cost_s.optimizer_s, label,
-            traits, evaluated,
+            traits, evaluated, wanted.cluster.usd_per_hour * cost_s.step_s / 3600,
         )  # fmt: skip
 
     def _work(self, graph: Graph, wanted: Configuration) -> Workload:
@@ -113,17 +116,15 @@ class Predictor:
         self, work: Workload, candidate: Candidate, cost: CostModel, wanted: Configuration
     ) -> Pieces:
         result = self._sharding(work, candidate, cost, wanted)
-        found = pieces(
-            work.graph, work.flow, work.kinds, result, candidate.degrees, cost, "none"
-        )
-        names = {item.name for item in work.graph.state}
-        menus = []
-        for number, kind in enumerate(work.kinds):
-            arguments = work.graph.calls[kind.calls[0]].arguments
-            always = state_inputs(found.lowered[number], arguments, names)
-            fused = cost.traits.fused_elementwise
-            menus.append(_menu(found, number, always, fused, is_layer=len(kind.calls) > 1))
-        return replace(found, menus=tuple(menus))
+        layers = _labels(_label(wanted))
+
+        def menu_of(
+            kind: Variant, lowered: Lowered, times: NodeTimes, always: frozenset[str]
+        ) -> tuple[MenuPoint, ...]:
+            labels = layers if len(kind.calls) > 1 else _labels("none")
+            return _menu(lowered, times, always, labels)
+
+        return pieces(work.graph, work.flow, work.kinds, result, candidate.degrees, cost, menu_of)
 
     def _sharding(
         self, work: Workload, candidate: Candidate, cost: CostModel, wanted: Configuration
@@ -169,17 +170,21 @@ def _label(wanted: Configuration) -> str:
     return wanted.recompute or "none"
 
 
+def _labels(label: str) -> tuple[str, ...]:
+    """The menu points that a block with this one needs."""
+    return ("none", "full") if label == "every-2nd-layer" else (label,)
+
+
 def _menu(
-    found: Pieces, number: int, always: frozenset[str], fused: bool, *, is_layer: bool
+    lowered: Lowered, times: NodeTimes, always: frozenset[str], labels: tuple[str, ...]
 ) -> tuple[MenuPoint, ...]:
-    """Everything kept; for layers also core attention, cheap operations or all of it again."""
-    lowered, storage, times = found.lowered[number], found.storages[number], found.times[number]
+    """Everything kept; core attention, cheap operations or all of it again."""
+    storage, fused = times.storage, times.cost.traits.fused_elementwise
     kept = everything(lowered, storage, always)
-    sets = {"none": kept}
-    if is_layer:
-        sets["core_attn"] = kept - _made_by_attention(lowered)
-        sets["op"] = _made_by_products(lowered)
-        sets["full"] = frozenset()
+    sets = {
+        "none": kept, "core_attn": kept - _made_by_attention(lowered),
+        "op": _made_by_products(lowered), "full": frozenset[str](),
+    }  # fmt: skip
     inner = kept - _read_by_products(lowered) - _made_outside_groups(lowered)
     inner |= kept & _gathered(lowered)
 
@@ -194,7 +199,7 @@ def _menu(
         small = named_point(lowered, storage, times, always, label, outer)
         return replace(small, forward=found.forward, backward=found.backward)
 
-    return tuple(point(label, values) for label, values in sets.items())
+    return tuple(point(label, sets[label]) for label in labels)
 
 
 def _made_by_attention(lowered: Lowered) -> frozenset[str]:
@@ -239,7 +244,8 @@ def _stages(
     work: Workload, wanted: Configuration, found: Pieces, label: str
 ) -> Assignment:
     """Equal stages: which calls, with which menu point, run on each."""
-    order = [work.variant_of[i] for i in range(len(work.graph.calls))]
+    variant_of = work.variant_of
+    order = [variant_of[i] for i in range(len(work.graph.calls))]
     runs = [(variant, len(list(group))) for variant, group in groupby(order)]
     layers = max(range(len(runs)), key=lambda r: runs[r][1])
     counts = layers_per_stage(

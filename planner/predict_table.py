@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from ir.errors import ShardwrightError
+from ir.errors import ShardwrightError, UsageError
 from ir.graph import Graph
 from planner.predict import Predicted, Predictor
 from planner.rows import read_configuration
@@ -21,9 +21,12 @@ Row = Mapping[str, str]
 
 
 def predict_row(predictor: Predictor, row: Row, graph_of: Callable[[Row], Graph]) -> Predicted:
-    """One row; `ShardwrightError` or `ValueError` says what about it is wrong."""
+    """One row; `ShardwrightError` says what about it is wrong."""
     wanted = read_configuration(row)
-    return predictor.predict(graph_of(row), wanted)
+    try:
+        return predictor.predict(graph_of(row), wanted)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def predict_table(
@@ -34,8 +37,11 @@ def predict_table(
     for row in rows:
         try:
             yield record(row.get("id", ""), predict_row(predictor, row, graph_of))
-        except (ShardwrightError, ValueError) as error:
-            yield refusal(row.get("id", ""), error)
+        except ShardwrightError as error:
+            yield refusal(row.get("id", ""), str(error))
+        except Exception as error:  # the other rows of the table are not lost with this one
+            reason = f"{type(error).__name__}: {error}"
+            yield refusal(row.get("id", ""), f"a defect of Shardwright, please report it: {reason}")
 
 
 def record(name: str, found: Predicted) -> dict[str, str]:
@@ -48,6 +54,6 @@ def record(name: str, found: Predicted) -> dict[str, str]:
     }  # fmt: skip
 
 
-def refusal(name: str, error: BaseException) -> dict[str, str]:
+def refusal(name: str, reason: str) -> dict[str, str]:
     """A row that can't be predicted, with the reason on one line."""
-    return dict.fromkeys(COLUMNS, "") | {"id": name, "error": " ".join(str(error).split())}
+    return dict.fromkeys(COLUMNS, "") | {"id": name, "error": " ".join(reason.split())}

@@ -6,10 +6,10 @@ of any list of its nodes; of a stage's state its bytes and the seconds to sync a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ir.graph import Node, State, TensorType, references
+from ir.graph import Node, State, TensorType
 from ir.layout import DATA
 from ir.lower import Lowered
 from ir.ops import op_def
@@ -82,9 +82,8 @@ def node_work(node: Node, types: Mapping[str, TensorType], storage: Storage | No
     kind = op_def(node.op).kind
     if kind == "view" and storage is not None and not storage.is_alias(node):
         kind = "memory"
-    names = [ref.name for ref in references((node.args, node.kwargs))]
     results = [types[name] for name in node.outputs if name in types]
-    return work_of(node, [types[name] for name in names], results, kind)
+    return work_of(node, [types[name] for name in node.operands], results, kind)
 
 
 def _inner_communication_s(
@@ -187,15 +186,17 @@ class StateCost:
     def held_bytes(self) -> int:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
-    def __add__(self, other: StateCost) -> StateCost:
+    @staticmethod
+    def total(items: Sequence[StateCost]) -> StateCost:
+        """Of several tensors together."""
         return StateCost(
-            self.parameter_bytes + other.parameter_bytes,
-            self.gradient_bytes + other.gradient_bytes,
-            self.optimizer_bytes + other.optimizer_bytes,
-            self.sync_s + other.sync_s, self.update_s + other.update_s,
-            self.exchanged_bytes + other.exchanged_bytes,
-            self.gathered_bytes + other.gathered_bytes,
-            self.summed_bytes + other.summed_bytes,
+            sum(item.parameter_bytes for item in items),
+            sum(item.gradient_bytes for item in items),
+            sum(item.optimizer_bytes for item in items),
+            sum((item.sync_s for item in items), 0.0), sum((item.update_s for item in items), 0.0),
+            sum(item.exchanged_bytes for item in items),
+            sum(item.gathered_bytes for item in items),
+            sum(item.summed_bytes for item in items),
         )  # fmt: skip
 
 
@@ -216,6 +217,19 @@ def least_state_cost(item: State, cost: CostModel, optimizer: str, tensor: int) 
         size_bytes, size_bytes, state_bytes, sync_s, cost.optimizer_s(size_bytes, state_bytes),
         summed_bytes=size_bytes,
     )  # fmt: skip
+
+
+def state_costs(spmd: Spmd, cost: CostModel, optimizer: str) -> dict[str, StateCost]:
+    """Of every state tensor; those of repeated blocks are alike, and priced once."""
+    found: dict[str, StateCost] = {}
+    alike: dict[Hashable, StateCost] = {}
+    for item in spmd.graph.state:
+        name = item.name
+        key = (item.type, item.trainable, spmd.state[name], spmd.gradient_place(name))
+        if key not in alike:
+            alike[key] = state_cost(spmd, name, cost, optimizer)
+        found[name] = alike[key]
+    return found
 
 
 def state_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateCost:

@@ -13,12 +13,21 @@ from dataclasses import dataclass, replace
 from ir.cluster import Cluster, Mesh
 from ir.errors import UsageError
 from ir.topology import DOMAIN, NETWORK, Level, named_device, network, node_levels
+from planner.row_cells import (
+    COUNTS,
+    check_cells,
+    check_columns,
+    count_of,
+    flag_of,
+    number_of,
+    text_of,
+    word_of,
+)
 from planner.stacks import selective_of, traits_of
 from planner.traits import Traits
 
-RECOMPUTE = ("none", "selective", "full")
-MODULES = ("core_attn", "op", "every-2nd-layer")
-"""What "selective" (or "full", of some layers) means, where a row says so; else by its stack."""
+MOST_MICRO_BATCHES = 1_000_000
+"""Per step: more is a slip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,47 +59,67 @@ class Configuration:
 
 def read_configuration(row: Mapping[str, str], cluster: Cluster | None = None) -> Configuration:
     """The configuration of a row, on `cluster` or the one that the row states."""
+    check_columns(row)
     _check_represented(row)
-    mesh = Mesh(_count(row, "pp", 1), _count(row, "dp", 1), _count(row, "tp", 1))
+    check_cells(row)
+    mesh = _mesh(row)
     cluster = cluster or read_cluster(row, mesh.size)
     _check_degrees(row, mesh, cluster)
-    rows, batch = _count(row, "micro_batch"), _count(row, "global_batch")
+    rows, batch = count_of(row, "micro_batch"), count_of(row, "global_batch")
     if batch % (rows * mesh.data):
         raise UsageError(
             f"global_batch={batch} is no multiple of micro_batch={rows} times dp={mesh.data}"
         )
-    recompute = _word(row, "recompute", RECOMPUTE)
-    modules = (row.get("recompute_modules") or "").strip()
+    count = batch // (rows * mesh.data)
+    if count > MOST_MICRO_BATCHES:
+        raise UsageError(f"global_batch={batch} makes {count} micro-batches of micro_batch={rows}")
     traits = traits_of(row, cluster.device)
+    _check_precision(row, traits, cluster)
     return Configuration(
-        cluster, mesh, rows, batch // (rows * mesh.data), recompute,
-        modules if modules in MODULES else selective_of(row),
-        _virtual_stages(row, mesh), _zero_stage(row),
-        {"0": False, "1": True}.get(row.get("sequence_parallel") or ""),
-        replace(traits, zero_group=_count(row, "shard_group", 0)),
-        (row.get("mem_kind") or "").strip(),
+        cluster, mesh, rows, count, word_of(row, "recompute"),
+        word_of(row, "recompute_modules") or selective_of(row),
+        _virtual_stages(row, mesh), _zero_stage(row), flag_of(row, "sequence_parallel"),
+        replace(traits, zero_group=count_of(row, "shard_group", 0)), text_of(row, "mem_kind"),
     )  # fmt: skip
+
+
+def _mesh(row: Mapping[str, str]) -> Mesh:
+    """The degrees; an empty `dp` is what the other degrees leave of `n_devices`."""
+    pipeline, tensor = count_of(row, "pp", 1), count_of(row, "tp", 1)
+    if text_of(row, "dp") or not text_of(row, "n_devices"):
+        return _sized(Mesh(pipeline, count_of(row, "dp", 1), tensor))
+    devices = count_of(row, "n_devices")
+    if devices % (pipeline * tensor):
+        raise UsageError(f"n_devices={devices} can't be divided by tp={tensor} times pp={pipeline}")
+    return _sized(Mesh(pipeline, devices // (pipeline * tensor), tensor))
+
+
+def _sized(mesh: Mesh) -> Mesh:
+    _, most = COUNTS["n_devices"]
+    if mesh.size > most:
+        raise UsageError(f"tp x pp x dp = {mesh.size} devices, and {most} are the most")
+    return mesh
 
 
 def read_cluster(row: Mapping[str, str], n_devices: int) -> Cluster:
     """Nodes, NVLink domains and the network that the columns state."""
-    name = (row.get("device") or "").strip()
+    name = text_of(row, "device")
     if not name:
         raise UsageError("device is missing")
     device = named_device(name)
-    per_node = min(_count(row, "devices_per_node", n_devices), n_devices)
+    per_node = min(count_of(row, "devices_per_node", n_devices), n_devices)
     if n_devices % per_node:
         raise UsageError(f"{n_devices} devices do not fill nodes of devices_per_node={per_node}")
     nodes = n_devices // per_node
     levels = node_levels(name, per_node)
-    joined = max(1, min(_count(row, "nvlink_domain", per_node) // per_node, nodes))
+    joined = max(1, min(count_of(row, "nvlink_domain", per_node) // per_node, nodes))
     joined = max(n for n in range(1, joined + 1) if nodes % n == 0)
     if joined > 1:
         levels += (replace(levels[-1], size=joined, name=DOMAIN),)
     if nodes > joined:
         link = network(name)
-        if row.get("inter_node_GBps_per_device"):
-            rate = _number(row, "inter_node_GBps_per_device") * 1e9
+        if text_of(row, "inter_node_GBps_per_device"):
+            rate = number_of(row, "inter_node_GBps_per_device") * 1e9
             link = replace(link, bandwidth_bytes_per_s=rate)
         levels += (Level(nodes // joined, link, NETWORK),)
     return Cluster(device, levels)
@@ -98,73 +127,53 @@ def read_cluster(row: Mapping[str, str], n_devices: int) -> Cluster:
 
 def _check_represented(row: Mapping[str, str]) -> None:
     """What this planner does not lay out is named, not guessed."""
-    if _count(row, "experts", 0) > 1:
+    if count_of(row, "experts", 0) > 1:
         raise UsageError("experts: mixtures of experts are not represented")
-    if _count(row, "cp", 1) > 1:
+    if count_of(row, "cp", 1) > 1:
         raise UsageError("cp: context parallelism is not represented")
-    if _count(row, "ep", 1) > 1:
+    if count_of(row, "ep", 1) > 1:
         raise UsageError("ep: expert parallelism without experts")
-    if (optimizer := row.get("optimizer") or "adam") not in ("adam", "adamw"):
-        raise UsageError(f"optimizer={optimizer!r}: only adam and adamw are priced")
+    if count_of(row, "lora_rank", 0):
+        raise UsageError("lora_rank: low-rank adapters are not represented")
 
 
 def _check_degrees(row: Mapping[str, str], mesh: Mesh, cluster: Cluster) -> None:
     """Degrees against devices, heads and layers."""
-    asked = _count(row, "n_devices", mesh.size)
+    asked = count_of(row, "n_devices", mesh.size)
     if mesh.size != asked or mesh.size > cluster.n_devices:
-        raise UsageError(
-            f"tp x pp x dp = {mesh.size}, but n_devices={asked} of {cluster.n_devices}"
-        )
-    stated = _count(row, "nodes", 0) * _count(row, "devices_per_node", 0)
+        have = "" if cluster.n_devices == mesh.size else f"; {cluster} has {cluster.n_devices}"
+        raise UsageError(f"tp x pp x dp = {mesh.size}, but n_devices={asked}{have}")
+    stated = count_of(row, "nodes", 0) * count_of(row, "devices_per_node", 0)
     if 0 < stated < mesh.size:
         raise UsageError(f"tp x pp x dp = {mesh.size}, but nodes x devices_per_node = {stated}")
     for column in ("heads", "ffn_hidden"):
-        if (size := _count(row, column, 0)) % mesh.tensor:
+        if (size := count_of(row, column, 0)) % mesh.tensor:
             raise UsageError(f"{column}={size} can't be divided by tp={mesh.tensor}")
-    kv_heads = _count(row, "kv_heads", 0) or mesh.tensor
+    kv_heads = count_of(row, "kv_heads", 0) or mesh.tensor
     if kv_heads % mesh.tensor and mesh.tensor % kv_heads:
         raise UsageError(f"kv_heads={kv_heads} can't be shared by tp={mesh.tensor}")
-    layers = _count(row, "layers", mesh.pipeline)
-    pieces = mesh.pipeline * (_count(row, "virtual_stages", 1) if mesh.pipeline > 1 else 1)
+    group = count_of(row, "shard_group", 0)
+    if group and mesh.data % group:
+        raise UsageError(f"dp={mesh.data} can't be divided by shard_group={group}")
+    layers = count_of(row, "layers", mesh.pipeline)
+    pieces = mesh.pipeline * (count_of(row, "virtual_stages", 1) if mesh.pipeline > 1 else 1)
     if layers + 2 < pieces:
         raise UsageError(f"layers={layers} can't fill {pieces} pipeline stages")
 
 
+def _check_precision(row: Mapping[str, str], traits: Traits, cluster: Cluster) -> None:
+    """The device must have units for the products' precision."""
+    needed, device = traits.matmul_precision, cluster.device
+    if needed and needed not in dict(device.peaks):
+        raise UsageError(
+            f"precision={text_of(row, 'precision')}: {device.name} has no units for it"
+        )
+
+
 def _virtual_stages(row: Mapping[str, str], mesh: Mesh) -> int | None:
-    return _count(row, "virtual_stages", 0) or None if mesh.pipeline > 1 else 1
+    return count_of(row, "virtual_stages", 0) or None if mesh.pipeline > 1 else 1
 
 
 def _zero_stage(row: Mapping[str, str]) -> int | None:
-    text = (row.get("zero_stage") or "").strip()
-    if text not in ("", "0", "1", "2", "3"):
-        raise UsageError(f"zero_stage={text!r}: it is 0, 1, 2, 3 or empty")
-    return int(text) if text else None
-
-
-def _word(row: Mapping[str, str], column: str, known: tuple[str, ...]) -> str | None:
-    text = (row.get(column) or "").strip()
-    if text and text not in known:
-        raise UsageError(f"{column}={text!r}: it is one of {', '.join(known)}, or empty")
-    return text or None
-
-
-def _number(row: Mapping[str, str], column: str) -> float:
-    text = str(row.get(column) or "").strip()
-    try:
-        value = float(text)
-    except ValueError:
-        raise UsageError(f"{column}={text!r} is not a number" if text else
-                         f"{column} is missing") from None  # fmt: skip
-    if not 0 <= value < 1e15:
-        raise UsageError(f"{column}={text} is out of range")
-    return value
-
-
-def _count(row: Mapping[str, str], column: str, default: int | None = None) -> int:
-    """A whole number; `default` where the column is empty."""
-    if default is not None and not str(row.get(column) or "").strip():
-        return default
-    value = _number(row, column)
-    if value != int(value) or (value < 1 and default != 0):
-        raise UsageError(f"{column}={row[column]}: it must be a whole number of at least 1")
-    return int(value)
+    word = word_of(row, "zero_stage")
+    return None if word is None else int(word)

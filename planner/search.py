@@ -29,7 +29,7 @@ from planner.calibrated import cost_model
 from planner.candidate import Evaluated, Workload, evaluate
 from planner.cost import CostModel
 from planner.describe import describe
-from planner.pieces import Pieces, pieces, whole
+from planner.pieces import Pieces, best_menu, pieces, whole
 from planner.pins import Candidate, Pins, candidates, check_pins, divisors, meshes, read_pins
 from planner.price import OPTIMIZER_TENSORS
 from planner.sharding import ShardingResult, shard
@@ -263,7 +263,7 @@ class _Search:
             result = self._sharding(candidate, price, cost)
             self.pieces[key] = pieces(
                 work.graph, work.flow, work.kinds, result, candidate.degrees, cost,
-                self.pins.recompute,
+                best_menu(self.pins.recompute),
             )  # fmt: skip
         return self.pieces[key]
 

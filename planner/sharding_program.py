@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from ir.graph import Graph, Node, references
+from ir.graph import Graph, Node
 from ir.layout import REPLICATE, Layout, Placement, Shard
 from ir.lower import Degrees
 from ir.reshard import possible, step
@@ -190,7 +190,7 @@ class ShardingProgram:
         for i, node in enumerate(variant.block.nodes):
             backward = i >= variant.block.n_forward
             row = self.program.chosen[number, node]
-            names = [ref.name for ref in references((node.args, node.kwargs))]
+            names = node.operands
             for position, name in enumerate(names):
                 need: dict[Placement, list[Variable]] = {}
                 for option, variable in row:

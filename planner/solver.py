@@ -11,7 +11,7 @@ from datetime import timedelta
 from math import inf
 from typing import NewType
 
-from ortools.math_opt import model_pb2, sparse_containers_pb2
+from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
 from ir.errors import Refused
@@ -147,29 +147,30 @@ class Model:
         return " + ".join(f"{coefficient:g} {names[v]}" for coefficient, v in terms) or "0"
 
     def _exported(self, scale: float) -> tuple[mathopt.Model, list[mathopt.Variable]]:
-        """As one message: adding variables and coefficients one by one takes ten times as long."""
+        """Through MathOpt's message format: several times faster than its objects one by one."""
         message = model_pb2.ModelProto()
-        columns, rows = message.variables, message.linear_constraints
-        columns.ids.extend(range(len(self._variables)))
-        columns.lower_bounds.extend(lower for lower, *_ in self._variables)
-        columns.upper_bounds.extend(upper for _, upper, *_ in self._variables)
-        columns.integers.extend(integer for *_, integer, _ in self._variables)
+        lowers, uppers, integers, _ = zip(*self._variables, strict=True) if self._variables else (
+            (), (), (), ()
+        )
+        message.variables.ids.extend(range(len(lowers)))
+        message.variables.lower_bounds.extend(lowers)
+        message.variables.upper_bounds.extend(uppers)
+        message.variables.integers.extend(integers)
         factors = [_row_factor(row) for row in self._rows]
-        scaled = list(zip(self._rows, factors, strict=True))
-        rows.ids.extend(range(len(self._rows)))
-        rows.lower_bounds.extend(row.lower * factor for row, factor in scaled)
-        rows.upper_bounds.extend(row.upper * factor for row, factor in scaled)
-        entries = [
-            (number, variable, coefficient * factor)
-            for number, (row, factor) in enumerate(scaled)
-            for coefficient, variable in sorted(row.terms, key=lambda term: term[1]) if coefficient
-        ]  # fmt: skip
-        _fill(message.linear_constraint_matrix, entries)
-        costs = sorted((variable, cost * scale) for cost, variable in self._objective if cost)
-        message.objective.linear_coefficients.ids.extend(variable for variable, _ in costs)
+        rows, matrix = message.linear_constraints, message.linear_constraint_matrix
+        rows.ids.extend(range(len(factors)))
+        rows.lower_bounds.extend(row.lower * f for row, f in zip(self._rows, factors, strict=True))
+        rows.upper_bounds.extend(row.upper * f for row, f in zip(self._rows, factors, strict=True))
+        for number, (row, factor) in enumerate(zip(self._rows, factors, strict=True)):
+            terms = sorted((v, c * factor) for c, v in row.terms if c)
+            matrix.row_ids.extend([number] * len(terms))
+            matrix.column_ids.extend(v for v, _ in terms)
+            matrix.coefficients.extend(c for _, c in terms)
+        costs = sorted((v, cost * scale) for cost, v in self._objective if cost)
+        message.objective.linear_coefficients.ids.extend(v for v, _ in costs)
         message.objective.linear_coefficients.values.extend(cost for _, cost in costs)
         model = mathopt.Model.from_model_proto(message)
-        return model, list(model.variables())
+        return model, sorted(model.variables(), key=lambda variable: variable.id)
 
     def _solution(
         self, result: mathopt.SolveResult, variables: Sequence[mathopt.Variable], scale: float
@@ -216,15 +217,6 @@ class Relaxation:
             case mathopt.TerminationReason.INFEASIBLE:
                 raise Infeasible("no solution exists")
         raise SolverFailed(f"the linear program: {result.termination.reason.value}")
-
-
-def _fill(
-    matrix: sparse_containers_pb2.SparseDoubleMatrixProto, entries: Sequence[tuple[int, int, float]]
-) -> None:
-    """Entries (row, column, coefficient) in order."""
-    matrix.row_ids.extend(row for row, _, _ in entries)
-    matrix.column_ids.extend(column for _, column, _ in entries)
-    matrix.coefficients.extend(coefficient for _, _, coefficient in entries)
 
 
 def _run(

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ir.graph import Node, TensorType, references
+from ir.errors import UsageError
+from ir.graph import Node, TensorType
 from ir.lower import Lowered
 from ir.ops import op_def
 
+_MOST_BYTES = 2**62
+"""Of one tensor; torch counts in 64 bits."""
 _STRIDED: dict[str, Callable[[Tensor, Node, tuple[int, ...]], Tensor]] = {
     "view": lambda x, node, shape: x.view(shape),
     "expand": lambda x, node, shape: x.expand(shape),
@@ -55,7 +58,7 @@ def storage_of(lowered: Lowered) -> Storage:
     for node in (*lowered.forward, *lowered.backward):
         viewed = _viewed(node, shapes, types)
         if viewed is not None:
-            source = next(references(node.args)).name
+            source = node.operands[0]
             shapes[node.outputs[0]], owner[node.outputs[0]] = viewed, owner[source]
             continue
         for name in node.outputs:
@@ -65,6 +68,8 @@ def storage_of(lowered: Lowered) -> Storage:
 
 
 def _contiguous(kind: TensorType) -> Tensor:
+    if kind.bytes(1) > _MOST_BYTES:
+        raise UsageError(f"a tensor of {kind} has {kind.bytes(1):.1e} bytes: is a size wrong?")
     return torch.empty(_sizes(kind), dtype=getattr(torch, kind.dtype), device="meta")
 
 
@@ -79,7 +84,7 @@ def _viewed(node: Node, shapes: dict[str, Tensor], types: dict[str, TensorType])
         return None
     shape = _sizes(types[node.outputs[0]])
     try:
-        found = rule(shapes[next(references(node.args)).name], node, shape)
+        found = rule(shapes[node.operands[0]], node, shape)
     except RuntimeError:
         return None
     return found if tuple(found.shape) == shape else None
@@ -88,8 +93,8 @@ def _viewed(node: Node, shapes: dict[str, Tensor], types: dict[str, TensorType])
 def _like_operand(node: Node, kind: TensorType, shapes: dict[str, Tensor]) -> Tensor:
     """Elementwise results keep the order of dims in memory of an operand of the same shape."""
     if op_def(node.op).kind == "memory" and "." in node.op:
-        for ref in references((node.args, node.kwargs)):
-            operand: Any = shapes[ref.name]
+        for name in node.operands:
+            operand: Any = shapes[name]
             if tuple(operand.shape) == _sizes(kind):
                 return torch.empty_like(operand, dtype=getattr(torch, kind.dtype))
     return _contiguous(kind)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from ir.graph import Node, TensorType, references
+from ir.graph import Node, TensorType
 from ir.ops import op_def
 from ir.ops.table import flops
 
@@ -76,7 +76,7 @@ def work_of(
 
     `kind` replaces the op's own, for a view that has to copy.
     """
-    names = [ref.name for ref in references((node.args, node.kwargs))]
+    names = node.operands
     local = dict(zip(names, operands, strict=True))
     made = dict(zip(node.outputs, results, strict=False))
     shapes = {name: sizes(kind_) for name, kind_ in (local | made).items()}

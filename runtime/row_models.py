@@ -49,9 +49,9 @@ class RowShape:
                self.ffn_hidden, self.vocab, self.seq_len) < 1:  # fmt: skip
             raise ValueError("every size must be at least 1")
         if self.heads % self.kv_heads:
-            raise ValueError(
-                f"{self.heads} heads can't share {self.kv_heads} key-value heads evenly"
-            )
+            raise ValueError(f"heads={self.heads} can't share kv_heads={self.kv_heads} evenly")
+        if self.has_rotary and self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim}: rotary positions need an even one")
 
     @property
     def has_bias(self) -> bool:

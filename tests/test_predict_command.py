@@ -2,10 +2,12 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 
 import shardwright
+from planner.explain import explain
 from tests.planner.test_predict import ROW
 
 
@@ -53,3 +55,10 @@ def test_one_configuration_from_python():
     found = shardwright.predict(None, None, ROW | {"layers": 2})
     faster = shardwright.predict(None, cluster, ROW | {"layers": 2})
     assert 0 < faster.step_s < found.step_s
+
+
+def test_a_priced_cluster_gives_the_cost_of_a_step():
+    cluster = replace(shardwright.Cluster.parse("8xA100-80GB"), usd_per_hour=36.0)
+    found = shardwright.predict(None, cluster, ROW | {"layers": 2})
+    assert found.usd_per_step == pytest.approx(found.step_s * 0.01)
+    assert f"{found.usd_per_step:.4g} USD per step" in explain(found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -155,6 +156,7 @@ def _written(name: str) -> str:
     return f"torch.ops.aten.{name}"
 
 
+@cache
 def op_def(name: str) -> OpDef:
     """The row of an operation; an unknown one is replicated (`known` is False)."""
     if name in SIGNATURES:

@@ -16,7 +16,7 @@ from planner.bounds import Bounds
 from planner.calibrated import cost_model
 from planner.candidate import Workload, evaluate
 from planner.frontier import frontier
-from planner.pieces import pieces, whole
+from planner.pieces import best_menu, pieces, whole
 from planner.pins import Candidate, read_pins
 from planner.recompute_program import KeptProgram
 from planner.search import _Search
@@ -85,7 +85,7 @@ def test_the_curve_lies_below_every_choice() -> None:
     one = Candidate(Mesh(), 1, "1f1b", 8)
     made = pieces(
         graph, found.work.flow, kinds, whole(graph, kinds), one.degrees,
-        cost_model(found.cluster, one.mesh), None,
+        cost_model(found.cluster, one.mesh), best_menu(None),
     )  # fmt: skip
     for menu, store, times, lowered in zip(
         made.menus, made.storages, made.times, made.lowered, strict=True

@@ -78,10 +78,12 @@ def test_levels_with_a_mistake_are_refused(tmp_path, levels: str, message: str) 
 @pytest.mark.parametrize(
     ("spec", "gib", "share"),
     [
-        ("H100-SXM:3g.40gb", 40, 3 / 7),
-        ("a100-40gb:1g.5gb", 5, 1 / 7),
+        ("H100-SXM:3g.40gb", 40, 60 / 132),
+        ("a100-40gb:1g.5gb", 5, 14 / 108),
         ("H100:7g.80gb", 80, 1),
-        ("8xH200:1g.18gb", 17.625, 1 / 7),
+        ("8xH200:1g.18gb", 17.625, 16 / 132),
+        ("H100:1g.20gb", 20, 26 / 132),
+        ("B200:2g.45gb", 45, 42 / 148),
     ],
 )
 def test_a_mig_slice_has_its_part_of_a_device(spec: str, gib: float, share: float) -> None:
@@ -94,10 +96,21 @@ def test_a_mig_slice_has_its_part_of_a_device(spec: str, gib: float, share: floa
     assert Cluster.parse(str(part).replace(" ", "x")) == part
 
 
-@pytest.mark.parametrize("spec", ["H100:3g", "H100:8g.80gb", "H100:3g.400gb", "H100:"])
+NO_SLICES = (
+    "H100:3g H100:8g.80gb H100:3g.400gb H100: H100:5g.50gb H100:3g.80gb V100:1g.4gb "
+    "RTX-4090:1g.3gb MI300X:1g.24gb A100-40GB:1g.6gb"
+)
+
+
+@pytest.mark.parametrize("spec", NO_SLICES.split())
 def test_a_slice_that_can_not_be_is_refused(spec: str) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="is no MIG profile. A "):
         Cluster.parse(spec)
+
+
+def test_slices_of_one_card_share_its_port_to_the_host() -> None:
+    whole, parts = Cluster.parse("2xT4").levels[0], Cluster.parse("7xH100:1g.10gb").levels[0]
+    assert (whole.devices_per_port, parts.devices_per_port) == (1, 7)
 
 
 def matrix(cells: list[str], nics: int = 0) -> str:
@@ -224,11 +237,32 @@ def fake_nvml(names: list[str]) -> SimpleNamespace:
         ([b"NVIDIA GeForce RTX 4090"], {}, "1x1 RTX-4090"),
         (["Tesla V100-SXM2-32GB"] * 4, {}, "1x4 V100-32GB"),
         ([], {"SLURM_NTASKS_PER_NODE": "3(x2)"}, "1x3 CPU"),
+        (["NVIDIA A100 80GB PCIe"] * 4, {"CUDA_VISIBLE_DEVICES": "2,3"}, "1x2 A100-PCIe-80GB"),
+        (["NVIDIA L4", "NVIDIA L40S"], {"CUDA_VISIBLE_DEVICES": "1"}, "1x1 L40S"),
+        (["NVIDIA L4"] * 4, {"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-1a2b"}, "1x2 L4"),
+        (["NVIDIA L4"], {"CUDA_VISIBLE_DEVICES": "", "SLURM_NTASKS_PER_NODE": "3"}, "1x3 CPU"),
     ],
 )
 def test_the_cluster_around_a_process_is_found(monkeypatch, names, environment, text) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(names))
     assert str(Cluster.detect(environment)) == text
+
+
+def test_a_card_in_mig_mode_is_its_slices(monkeypatch) -> None:
+    nvml = fake_nvml(["NVIDIA H100 80GB HBM3"])
+    slices = {("slice", n): "NVIDIA H100 80GB HBM3 MIG 3g.40gb" for n in (0, 1)}
+    nvml.nvmlDeviceGetMigMode = lambda handle: (1, 1)
+    nvml.nvmlDeviceGetMaxMigDeviceCount = lambda handle: 7
+    nvml.nvmlDeviceGetName = lambda handle: slices[handle]
+
+    def slice_of(handle, n):
+        if ("slice", n) not in slices:
+            raise OSError
+        return "slice", n
+
+    nvml.nvmlDeviceGetMigDeviceHandleByIndex = slice_of
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert str(Cluster.detect({})) == "1x2 H100-SXM:3g.40gb"
 
 
 def test_without_nvml_the_cpu_is_found(monkeypatch) -> None:

@@ -43,8 +43,10 @@ def stage(found, number=0):
 
 def layer_bytes(found, label):
     """What one layer keeps of a micro-batch."""
-    menus = found.evaluated.pieces.menus
-    point = next(p for menu in menus for p in menu if p.label == label and len(menu) > 1)
+    evaluated = found.evaluated
+    kinds, menus = evaluated.program.kinds, evaluated.pieces.menus
+    layer = max(range(len(kinds)), key=lambda n: len(kinds[n].calls))
+    point = next(p for p in menus[layer] if p.label == label)
     return point.saved_bytes + point.input_bytes
 
 

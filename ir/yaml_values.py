@@ -1,0 +1,62 @@
+"""Reads a YAML file of keys and values, and checks the values.
+
+Input: a path, or the values with words for where they stand. Output: numbers; what is wrong is a
+`UsageError` that names the file, the key and the value.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from ir.errors import UsageError
+
+Values = dict[str, Any]
+
+
+def load_yaml(path: Path) -> Values:
+    """The keys and values of a file; `UsageError` if it has none."""
+    try:
+        import yaml  # optional: only a cluster.yaml needs it
+    except ImportError as error:
+        raise UsageError(f"reading {path} needs PyYAML: pip install pyyaml.") from error
+    try:
+        values = yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is not YAML: {error}.") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} must hold keys and values, such as `device: H100-SXM`.")
+    return {str(key): value for key, value in values.items()}
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; `UsageError` if it has none."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{path} can't be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error}.") from error
+
+
+def check_keys(values: Values, keys: set[str], where: str) -> None:
+    """Raises `UsageError` for a key that is not known, with the nearest one."""
+    if unknown := sorted(str(key) for key in set(values) - keys):
+        near = difflib.get_close_matches(unknown[0], keys, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(keys))}."
+        raise UsageError(f"{where}: unknown key {unknown[0]!r}. {hint}")
+
+
+def positive(values: Values, key: str, where: str, default: float = 0) -> float:
+    """A number above 0; `default` where the key is absent, which is an error without one."""
+    value = values.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+        raise UsageError(f"{where}: `{key}` must be a positive number, not {value!r}.")
+    return float(value)
+
+
+def whole(values: Values, key: str, where: str, default: float = 0) -> int:
+    """A whole number of at least 1."""
+    count = positive(values, key, where, default)
+    if count != int(count):
+        raise UsageError(f"{where}: `{key}` is {count:g}; device counts are whole numbers.")
+    return int(count)

@@ -90,7 +90,7 @@ def emit(graph: Graph, plan: Plan) -> Program:
     """The program of `plan`; raises `Refused` if the plan was made for another model."""
     whole = spmd(graph, plan)
     groups = tuple(stage_groups(whole, s) for s in range(len(whole.stages)))
-    tables = layout_tables(whole, groups, plan_hash=plan.hash, schedule=plan.schedule)
+    tables = layout_tables(whole, groups, plan)
     files = {
         "plan.json": json.dumps(plan.to_json(), indent=1) + "\n",
         "layout.json": json.dumps(tables, indent=1) + "\n",
@@ -132,9 +132,7 @@ def program_text(whole: Spmd, groups: tuple[tuple[Group, ...], ...], plan: Plan)
     ])  # fmt: skip
 
 
-def _blocks(
-    whole: Spmd, groups: tuple[tuple[Group, ...], ...]
-) -> dict[tuple[int, str], BlockText]:
+def _blocks(whole: Spmd, groups: tuple[tuple[Group, ...], ...]) -> dict[tuple[int, str], BlockText]:
     """One text per (variant, menu point) in use, in order of first use."""
     namer = Namer()
     texts: dict[tuple[int, str], BlockText] = {}

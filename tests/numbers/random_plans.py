@@ -53,7 +53,7 @@ def random_plan(graph: Graph, rows: int, random: Random) -> Plan:
 
 def random_schedule(random: Random, pipeline: int, micro: int, calls: int) -> tuple[str, int]:
     """(schedule, stages per rank): any that has an order for these sizes."""
-    options = [("1f1b", 1), ("gpipe", 1)]
+    options = [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1)]
     if pipeline > 1 and fits_rounds(pipeline, micro):
         options += [("interleaved", v) for v in (2, 3) if pipeline * v <= calls]
     return random.choice(options)

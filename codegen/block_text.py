@@ -141,7 +141,8 @@ class BlockText:
             *self._unpack_early(), *self._mesh(nodes),
         ]  # fmt: skip
         if given:
-            lines += [f"    {self._tuple([self.words[n] for n in given])} = {word}", f"    del {word}"]
+            lines.append(f"    {self._tuple([self.words[n] for n in given])} = {word}")
+            lines.append(f"    del {word}")
         added: dict[str, list[str]] = {}
         for value, name in sums:
             added.setdefault(name, []).append(value)

@@ -19,13 +19,16 @@ from math import ceil
 
 from ir.cluster import Cluster, Mesh
 from ir.graph import DTYPE_BYTES
+from ir.recompute import state_inputs
+from ir.schedules import splits_backward
+from ir.split import split_backward
 from planner.calibrated import cost_model
 from planner.candidate import Workload
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import OPTIMIZER_TENSORS
 from planner.recompute import MenuPoint
-from planner.schedule import in_flight
+from planner.schedule import held_pieces, least_step_s
 
 PRICE_STEPS, SMALLEST_PRICE_S, LARGEST_PRICE_S = 40, 1e-15, 1e-3
 """Bisection of the price of a kept byte."""
@@ -44,6 +47,7 @@ class Estimates:
     shares: dict[tuple[int, int], list[tuple[int, float]]] = field(default_factory=dict)
     options: dict[int, list[tuple[int, list[tuple[int, float]]]]] = field(default_factory=dict)
     singles: dict[int, Pieces] = field(default_factory=dict)
+    weights: dict[int, float] = field(default_factory=dict)
 
     def ranked(self, options: list[Candidate]) -> list[Candidate]:
         """The candidates that may fit, the most promising first.
@@ -64,12 +68,15 @@ class Estimates:
         return (guess_s, mesh.pipeline, -mesh.data, candidate.micro_batches)
 
     def guess_s(self, candidate: Candidate) -> float:
-        """The bound, with the recomputation that memory asks for and the cost of sharding."""
+        """The bound, with the recomputation that memory asks for, sends and the cost of sharding.
+        """
         tensor = candidate.mesh.tensor
         ratio = self.ratio.get(tensor, 1.0)
         if (candidate, ratio) not in self.guessed:
             again_s = self._recompute_s(candidate)
-            guess_s = self._pipeline_s(candidate, ratio, again_s) + self._tail_s(candidate.mesh)
+            sends = self._sends_s(candidate)
+            guess_s = self._pipeline_s(candidate, ratio, again_s, sends)
+            guess_s += self._tail_s(candidate.mesh)
             self.guessed[candidate, ratio] = guess_s
         return self.guessed[candidate, ratio]
 
@@ -94,13 +101,61 @@ class Estimates:
         again_s = self._recompute_s(candidate) if alone else 0.0
         return self._pipeline_s(candidate, 1.0, again_s) + self._tail_s(mesh)
 
-    def _pipeline_s(self, candidate: Candidate, ratio: float, again_s: float) -> float:
-        """Fill and pace: some stage has an even share of all, and of the calls of each kind."""
+    def _pipeline_s(
+        self, candidate: Candidate, ratio: float, again_s: float,
+        sends: tuple[float, float] = (0.0, 0.0),
+    ) -> float:  # fmt: skip
+        """Fill and pace: some rank has an even share of all, and of the calls of each kind.
+
+        `sends`: seconds that the pace and the fill spend on them.
+        """
         stages, shares = candidate.mesh.pipeline, self._shares_s(candidate)
         total_s = sum(n * seconds for n, seconds in shares)
         pace_s = max(total_s / stages, *(ceil(n / stages) * seconds for n, seconds in shares))
         fill_s, pace_s = total_s * ratio + again_s, pace_s * ratio + again_s / stages
-        return fill_s + (candidate.micro_batches - 1) * pace_s
+        fill_s, pace_s = fill_s + sends[1], pace_s + sends[0]
+        share = self._weight_share(candidate) if splits_backward(candidate.schedule) else 0.0
+        return least_step_s(
+            pace_s, fill_s, candidate.micro_batches, candidate.schedule, stages,
+            candidate.virtual_stages, share,
+        )  # fmt: skip
+
+    def _sends_s(self, candidate: Candidate) -> tuple[float, float]:
+        """What of a micro-batch a rank, and the whole pipeline, spend on sends of what crosses in
+        the middle of the model, there and back."""
+        mesh, stages = candidate.mesh, candidate.stages
+        if mesh.pipeline == 1:
+            return 0.0, 0.0
+        cost = cost_model(self.cluster, mesh)
+        found, calls = self._one_device(candidate), self.work.graph.calls
+        middle, seconds = len(calls) // 2, 0.0
+        read = {value for call in calls[middle:] for value in call.arguments}
+        for index, call in enumerate(calls[:middle]):
+            lowered = found.lowered[self.work.variant_of[index]]
+            for value, name in zip(call.results, lowered.outputs, strict=True):
+                if value in read:
+                    seconds += cost.send_s(lowered.types[name].bytes(1))
+        sides = 2 if cost.sends_meet else 4
+        ends = min(stages - 1, 2 * candidate.virtual_stages) / 2  # boundaries of a rank, shared
+        return sides * ends * seconds, sides * (stages - 1) * seconds
+
+    def _weight_share(self, candidate: Candidate) -> float:
+        """The part of a micro-batch that is the weights' half of backward, on one device."""
+        if candidate.rows not in self.weights:
+            graph, found = self.work.graph, self._one_device(candidate)
+            state = {item.name for item in graph.state}
+            weights_s = total_s = 0.0
+            for number, kind in enumerate(self.work.kinds):
+                always = state_inputs(
+                    found.lowered[number], graph.calls[kind.calls[0]].arguments, state
+                )
+                fastest = min(found.menus[number], key=lambda p: p.backward.total_s)
+                split = split_backward(found.lowered[number], fastest.kept, always)
+                late = found.times[number].total(split.weight).total_s
+                weights_s += len(kind.calls) * late
+                total_s += len(kind.calls) * (fastest.forward + fastest.backward).total_s
+            self.weights[candidate.rows] = weights_s / total_s if total_s else 0.0
+        return self.weights[candidate.rows]
 
     def _one_device(self, candidate: Candidate) -> Pieces:
         """The pieces of the same rows without a tensor axis."""
@@ -152,7 +207,7 @@ class Estimates:
     def need_bytes(self, candidate: Candidate) -> float:
         """State and activations of a device, divided evenly, with everything recomputed."""
         mesh, stages = candidate.mesh, candidate.mesh.pipeline
-        held = in_flight(0, stages, candidate.micro_batches, candidate.schedule)
+        held = _held(candidate, 0)
         kept, _ = self._cheapest(candidate, LARGEST_PRICE_S)
         return self._held_bytes(mesh) + self._transient_bytes(candidate) + held * kept / stages
 
@@ -162,12 +217,10 @@ class Estimates:
 
     def _room_bytes(self, candidate: Candidate) -> float:
         """What all stages together can keep of one micro-batch: sum of room / in flight."""
-        mesh, count = candidate.mesh, candidate.micro_batches
+        mesh = candidate.mesh
         room = cost_model(self.cluster, mesh).capacity_bytes - self._held_bytes(mesh)
         room -= self._transient_bytes(candidate)
-        flights = (in_flight(s, mesh.pipeline, count, candidate.schedule)
-                   for s in range(mesh.pipeline))  # fmt: skip
-        return sum(room / held for held in flights)
+        return sum(room / _held(candidate, rank) for rank in range(mesh.pipeline))
 
     def may_fit(self, candidate: Candidate) -> bool:
         """Whether the state and the least activations, divided evenly, leave room."""
@@ -224,3 +277,10 @@ class Estimates:
     def readers(self) -> Counter[str]:
         """How many calls read each value."""
         return Counter(v for call in self.work.graph.calls for v in dict.fromkeys(call.arguments))
+
+
+def _held(candidate: Candidate, rank: int) -> float:
+    """Micro-batches of which a rank holds something, in whole ones."""
+    ranks, virtual = candidate.mesh.pipeline, candidate.virtual_stages
+    pieces = held_pieces(candidate.schedule, rank, ranks, candidate.micro_batches, virtual)
+    return pieces / virtual

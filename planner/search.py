@@ -20,6 +20,7 @@ from ir.errors import Refused, UsageError
 from ir.graph import BATCH, Graph
 from ir.lower import Degrees
 from ir.plan import Plan, encode, signature
+from ir.schedules import SCHEDULES
 from ir.variants import variants
 from planner.approximations import approximations, divides_something
 from planner.calibrated import cost_model
@@ -51,8 +52,9 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Decides how to train `graph` on all devices of `cluster`; deterministic.
 
-    `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("1f1b", "gpipe"),
-    recompute ("none", "selective", "full"). Raises `UsageError` for a request that makes no
+    `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("gpipe", "1f1b",
+    "interleaved", "zero-bubble"), virtual_stages (of a rank, where interleaved), recompute
+    ("none", "selective", "full"). Raises `UsageError` for a request that makes no
     sense, `Refused` when no plan fits or the numbers would change.
     """
     if optimizer not in OPTIMIZER_TENSORS:
@@ -95,7 +97,7 @@ def _check_batch(graph: Graph, global_batch: int) -> None:
 
 @dataclass
 class _Best:
-    """The best plan so far, by step and then by fewer stages and more data ranks."""
+    """The best plan so far, by step, then by fewer stages, more data ranks, a simpler schedule."""
 
     found: Evaluated | None = None
 
@@ -107,7 +109,10 @@ class _Best:
 def _order(item: Evaluated) -> tuple[Any, ...]:
     candidate = item.candidate
     step = float(f"{item.prediction.step_s:.9g}")
-    return (step, candidate.mesh.pipeline, -candidate.mesh.data, candidate.micro_batches)
+    return (
+        step, candidate.mesh.pipeline, -candidate.mesh.data, candidate.micro_batches,
+        candidate.virtual_stages, SCHEDULES.index(candidate.schedule),
+    )  # fmt: skip
 
 
 class _Search:
@@ -176,11 +181,19 @@ class _Search:
             if mesh.data > 1 and not self.has_batch:
                 continue
             yield from candidates(
-                self.pins, mesh, self.work.global_batch, whole_batch=whole_batch
+                self.pins, mesh, self.work.global_batch, calls, whole_batch=whole_batch
             )
 
     def _nothing_to_do(self) -> Refused:
         devices, calls = self.cluster.n_devices, len(self.work.graph.calls)
+        if self.pins.schedule == "interleaved" or (self.pins.virtual_stages or 1) > 1:
+            virtual = self.pins.virtual_stages or 2
+            return Refused(
+                f"the interleaved schedule with virtual_stages={virtual} finds no sizes: it needs "
+                f"at least 2 pipeline ranks, pipeline x {virtual} of the model's {calls} blocks, "
+                "and at least as many micro-batches as ranks, in equal rounds. Try schedule=1f1b, "
+                "a larger global batch, or fewer virtual stages."
+            )
         rows = self.work.global_batch if self.has_batch else 1
         fitting = [d for d in divisors(rows) if d <= devices]
         return Refused(

@@ -87,10 +87,12 @@ def maxima(problem: StageProblem, per_run: Sequence[float]) -> Array:
 
 
 def _relaxed_stage(problem: StageProblem, stage: int) -> Array:
-    runs, in_flight = problem.runs, problem.in_flight(stage)
+    runs = problem.runs
     capacity_bytes = problem.capacity_bytes[stage]
     times = [np.array([p.forward_s + p.backward_s for p in run.points]) for run in runs]
-    held = [[p.persistent_bytes + in_flight * p.saved_bytes for p in run.points] for run in runs]
+    held = [
+        [p.persistent_bytes + problem.held_bytes(stage, p) for p in run.points] for run in runs
+    ]
     sizes = [np.array(run) / capacity_bytes for run in held]
     transient = maxima(problem, [min(p.transient_bytes for p in run.points) for run in runs])
     room = 1.0 - (transient + copies_bytes(problem)) / capacity_bytes

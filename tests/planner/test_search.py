@@ -88,7 +88,7 @@ def test_pins_are_honoured(graph: Graph, pin: dict[str, Any]) -> None:
         ({"tensor": 0}, r"tensor=0: it must be a whole number of at least 1"),
         ({"tensor": "2"}, r"tensor='2': it must be a whole number"),
         ({"tensor": 3}, r"4 devices can't be split in 3. Use tensor=2 or 4"),
-        ({"schedule": "zb"}, r"it is one of gpipe, 1f1b"),
+        ({"schedule": "zb"}, r"it is one of gpipe, 1f1b, interleaved, zero-bubble"),
         ({"recompute": "some"}, r"it is one of none, selective, full"),
         ({"micro_batches": 3}, r"8 rows can't be divided into 3 micro-batches. Use .*=2 or 4"),
         (

@@ -59,7 +59,7 @@ def hand_plan(
         encode(kind, sharding, dict(keep))
         for kind, sharding, keep in zip(kinds, shardings, keeps, strict=True)
     )
-    prediction = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1, (NO_COST,) * len(stages))
+    prediction = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1, (NO_COST,) * mesh.pipeline)
     return Plan(
         graph.model, signature(graph), Cluster.local(mesh.size, memory_GiB=1), mesh, schedule,
         degrees.micro_batches, degrees.batch, "adamw", blocks, tuple(stages), prediction,

@@ -9,7 +9,11 @@ import pytest
 from codegen import emit
 from codegen.load import load
 from ir.graph import Graph
+from planner.timeline import simulate_plan
 from runtime.compare import Run, Training, compare, run_plain, run_program, widened, widened_batch
+from runtime.layout import parse_layout
+from runtime.mail import all_links
+from runtime.schedule import Receive, Send, instructions
 from runtime.trainer import run_threads
 from tests.numbers.schedule_model import ROWS, build, plan_of, traced
 from tests.numbers.test_cases import prepared
@@ -118,6 +122,32 @@ def test_ranks_run_what_the_plan_says_in_its_order(size: tuple[str, int, int, in
     watched = SimpleNamespace(STAGES=stages)
     run_threads(layout, watched, widened(model), ranks, lambda trainer: trainer.step(*args).item())
     assert log == {rank: list(map(str, actions)) for rank, actions in enumerate(plan.order)}
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_runtime_does_what_is_simulated(size: tuple[str, int, int, int, int]) -> None:
+    """Also what is taken and sent, value by value, by the instruction list of every rank."""
+    schedule, ranks, virtual, micro, data = size
+    graph = graph_of(0.0)
+    plan = plan_of(graph, schedule, ranks=ranks, virtual=virtual, micro=micro, data=data, rows=ROWS)
+    layout = parse_layout(load(emit(graph, plan))[1])
+    pipeline, links = simulate_plan(graph, plan).pipeline, all_links(layout)
+    for rank, actions in enumerate(layout.order):
+        executed: list[tuple[object, ...]] = []
+        for step in instructions(actions, links)[:-2]:  # without Reduce and Step
+            match step:
+                case Receive(message):
+                    executed.append(("take", *message))
+                case Send(message):
+                    if len({message.source % ranks, message.target % ranks}) > 1:
+                        executed.append(("send", *message))
+                case _:
+                    executed.append(("compute", step.stage, step.micro))
+        simulated = [
+            ("compute", event.action.stage, event.action.micro) if event.kind == "compute"
+            else (event.kind, *(event.needs or event.makes[0])) for event in pipeline.events(rank)
+        ]  # fmt: skip
+        assert executed == simulated
 
 
 def recorded(stage, number, log):  # type: ignore[no-untyped-def]

@@ -25,6 +25,8 @@ from ir.promote import promote
 from ir.trace import find_loss, trace
 from planner import plan as plan_graph
 from planner.pins import Pins, meshes, parse_pins
+from planner.timeline import simulate_plan
+from planner.trace_file import write_trace
 from prediction import add_predict_command, predict
 from runtime.batch import tensor_leaves
 from runtime.compare import (
@@ -216,9 +218,11 @@ def _report(options: argparse.Namespace, reason: str, code: int) -> int:
 
 
 def _plan_command(options: argparse.Namespace) -> int:
-    _, _, chosen = _decide(options)
+    _, graph, chosen = _decide(options)
     if options.out:
         chosen.save(options.out)
+    if options.trace:
+        write_trace(options.trace, chosen, simulate_plan(graph, chosen).timeline)
     print(json.dumps(chosen.to_json(), indent=1) if options.json else chosen)
     return OK
 
@@ -313,8 +317,13 @@ MODEL = (
 )
 CLUSTER = "the hardware: 4x8xH100-SXM (nodes x devices x kind), local:4, or a cluster.yaml"
 PIN = (
-    "fix decisions, comma-separated: pipeline=2, data=2, tensor=2, schedule=gpipe or 1f1b, "
-    "micro_batches=4, recompute=none, selective or full; what is not fixed is chosen"
+    "fix decisions, comma-separated: pipeline=2, data=2, tensor=2, micro_batches=4, schedule=1f1b, "
+    "gpipe, zero-bubble or interleaved (then also virtual_stages=2), recompute=none, selective or "
+    "full; what is not fixed is chosen"
+)
+TRACE = (
+    "write the simulated timeline of a step, a process per rank and a thread per stream, as JSON "
+    "that ui.perfetto.dev and chrome://tracing open"
 )
 FLAGS: dict[str, dict[str, Any]] = {
     "--seq": {"type": _count, "metavar": "N", "help": "tokens per row (hf:, or a build(seq))"},
@@ -325,6 +334,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--pin": {"metavar": "KEY=VALUE,...", "help": PIN},
     "--plan": {"metavar": "FILE", "help": "a plan written by `plan --out`, instead of planning"},
     "--out": {"metavar": "PATH", "help": "where to write"},
+    "--trace": {"metavar": "FILE", "help": TRACE},
     "--force": {"action": "store_true", "help": "overwrite a program that is already there"},
     "--steps": {"type": _count, "metavar": "N", "help": "training steps (run: 20, check: 2)"},
     "--lr": {"type": float, "default": 1e-3, "help": "AdamW's rate (default %(default)s)"},
@@ -335,9 +345,9 @@ DECISIONS = ("--seq", "--batch", "--cluster", "--global-batch", "--micro-batches
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], tuple[str, ...], str]] = {
     "plan": (
         _plan_command,
-        (*DECISIONS, "--out"),
+        (*DECISIONS, "--out", "--trace"),
         "Decide how to train a model on a cluster, and print the decisions with what they cost. "
-        "Needs neither the cluster nor the model's weights. --out saves the plan for `emit`.",
+        "Needs neither the cluster nor the weights. --out saves the plan, --trace its timeline.",
     ),
     "emit": (
         _emit_command,

@@ -1,4 +1,5 @@
-"""Writes the functions of one block: prologue, forward and backward, in local shapes.
+"""Writes the functions of one block: prologue, forward and backward (or its two halves), in local
+shapes.
 
 Input: an `Spmd` program and a variant with its menu point. Output: source lines. Parameters are
 read as `w.name`, gradients added to `g.name`; a tensor is deleted where it dies; the comment
@@ -7,12 +8,16 @@ behind a line says its local shape and how it is cut.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+
 from codegen.groups import weight_path
 from codegen.node_text import NodeText
 from ir.graph import SHORT_DTYPES, Node, TensorType
 from ir.layout import Partial, Replicate, Shard
 from ir.lower import Lowered
 from ir.names import identifier
+from ir.split import Split
 from ir.spmd import Spmd
 
 COLUMN = 60
@@ -21,8 +26,10 @@ COLUMN = 60
 class BlockText:
     """The source of one (variant, menu point)."""
 
-    def __init__(self, spmd: Spmd, variant: int, keep: str, name: str):
+    def __init__(self, spmd: Spmd, variant: int, keep: str, name: str, *, splits: bool = False):
+        """`splits`: the schedule runs the halves of a backward apart."""
         self.spmd, self.variant, self.keep, self.name = spmd, variant, keep, name
+        self.splits = splits
         self.lowered: Lowered = spmd.lowered[variant]
         self.block = self.lowered.block
         self.always = spmd.always(variant)
@@ -53,10 +60,21 @@ class BlockText:
     def has_backward(self) -> bool:
         return bool(self.lowered.gradients)
 
+    @cached_property
+    def split(self) -> Split:
+        return self.spmd.split(self.variant, self.keep)
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether backward is two functions: the schedule wants it and there is a second half."""
+        return self.splits and self.has_backward and self.split.has_weight_half
+
     def lines(self) -> list[str]:
         text = self._prologue() if self.lowered.prologue else []
         text += self._forward()
-        return text + (self._backward() if self.has_backward else [])
+        if not self.has_backward:
+            return text
+        return text + (self._backward_halves() if self.has_halves else self._backward())
 
     def _prologue(self) -> list[str]:
         lowered = self.lowered
@@ -88,25 +106,57 @@ class BlockText:
                 f"    return {outputs}, {kept}", "", ""]  # fmt: skip
 
     def _backward(self) -> list[str]:
-        lowered = self.lowered
         nodes = self.spmd.backward(self.variant, self.keep)
-        tangents = [self.words[t] for _, t in self.block.tangents]
-        extra = (["early"] if lowered.early else []) + (["call"] if self.draws else [])
-        arguments = ", ".join(["ctx", "w", "g", "saved", *tangents, *extra])
-        head = f"def {self.name}_backward({arguments}):"
-        lines = [head, *self._unpack_early(), *self._mesh(nodes)]
-        if self.kept:
-            lines.append(f"    {self._tuple([self.words[n] for n in self.kept])} = saved")
-            lines.append("    del saved")
-        handed = {v: name for v, name in lowered.gradients if v not in self.always}
-        sums: dict[str, list[str]] = {}
-        for value, name in lowered.gradients:
-            if value in self.always:
-                sums.setdefault(name, []).append(value)
-        present = {*self.kept, *(t for _, t in self.block.tangents)}
-        body = self._body(nodes, self._writer(), set(handed.values()), present, sums)
-        result = self._tuple([self.words[name] for name in handed.values()])
-        return [*lines, *body, f"    return {result}", "", ""]
+        sums = [(value, name) for value, name in self.lowered.gradients if value in self.always]
+        handed = self._handed_names()
+        return self._pass("backward", nodes, self.kept, "saved", sums, handed, [])
+
+    def _backward_halves(self) -> list[str]:
+        split, handed = self.split, self._handed_names()
+        return [
+            *self._pass(
+                "backward_input", split.input, self.kept, "saved", split.summed_early, handed,
+                split.pending,
+            ),
+            *self._pass(
+                "backward_weight", split.weight, split.pending, "pending", split.summed_late,
+                None, [],
+            ),
+        ]  # fmt: skip
+
+    def _pass(
+        self, what: str, nodes: tuple[Node, ...], given: Sequence[str], word: str,
+        sums: Sequence[tuple[str, str]], handed: Sequence[str] | None, pending: Sequence[str],
+    ) -> list[str]:  # fmt: skip
+        """A backward function: `given` values come as `word`; `sums` are added to accumulators.
+
+        Returns the gradients `handed` back (the weights' half, with None, returns nothing), and
+        the `pending` values if there is another half.
+        """
+        tangents = [] if handed is None else [t for _, t in self.block.tangents]
+        extra = (["early"] if self.lowered.early else []) + (["call"] if self.draws else [])
+        arguments = ["ctx", "w", "g", word, *(self.words[t] for t in tangents), *extra]
+        lines = [
+            f"def {self.name}_{what}({', '.join(arguments)}):",
+            *self._unpack_early(), *self._mesh(nodes),
+        ]  # fmt: skip
+        if given:
+            lines.append(f"    {self._tuple([self.words[n] for n in given])} = {word}")
+            lines.append(f"    del {word}")
+        added: dict[str, list[str]] = {}
+        for value, name in sums:
+            added.setdefault(name, []).append(value)
+        kept = {*(handed or ()), *pending}
+        lines += self._body(nodes, self._writer(), kept, {*given, *tangents}, added)
+        if handed is None:
+            return [*lines, "", ""]
+        results = [self._tuple([self.words[name] for name in handed])]
+        if what == "backward_input":
+            results.append(self._tuple([self.words[name] for name in pending]))
+        return [*lines, f"    return {', '.join(results)}", "", ""]
+
+    def _handed_names(self) -> list[str]:
+        return [name for value, name in self.lowered.gradients if value not in self.always]
 
     def handed_gradients(self) -> list[str]:
         """Inputs whose gradients backward returns, in order."""

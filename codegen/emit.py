@@ -26,6 +26,7 @@ from ir.errors import Refused, UsageError
 from ir.graph import Graph
 from ir.names import Namer
 from ir.plan import Plan, spmd
+from ir.schedules import splits_backward
 from ir.spmd import Spmd
 
 LARGEST_CONSTANT = 4096
@@ -90,7 +91,7 @@ def emit(graph: Graph, plan: Plan) -> Program:
     """The program of `plan`; raises `Refused` if the plan was made for another model."""
     whole = spmd(graph, plan)
     groups = tuple(stage_groups(whole, s) for s in range(len(whole.stages)))
-    tables = layout_tables(whole, groups, plan_hash=plan.hash, schedule=plan.schedule)
+    tables = layout_tables(whole, groups, plan)
     files = {
         "plan.json": json.dumps(plan.to_json(), indent=1) + "\n",
         "layout.json": json.dumps(tables, indent=1) + "\n",
@@ -118,8 +119,11 @@ def _template(name: str) -> jinja2.Template:
 
 def program_text(whole: Spmd, groups: tuple[tuple[Group, ...], ...], plan: Plan) -> str:
     """program.py: the blocks, then the stages that call them."""
-    blocks = _blocks(whole, groups)
-    stages = [StageText(whole, s, groups[s], blocks) for s in range(len(whole.stages))]
+    splits = splits_backward(plan.schedule)
+    blocks = _blocks(whole, groups, splits=splits)
+    stages = [
+        StageText(whole, s, groups[s], blocks, splits=splits) for s in range(len(whole.stages))
+    ]
     lines: list[str] = []
     for block in blocks.values():
         lines += block.lines()
@@ -133,7 +137,7 @@ def program_text(whole: Spmd, groups: tuple[tuple[Group, ...], ...], plan: Plan)
 
 
 def _blocks(
-    whole: Spmd, groups: tuple[tuple[Group, ...], ...]
+    whole: Spmd, groups: tuple[tuple[Group, ...], ...], *, splits: bool
 ) -> dict[tuple[int, str], BlockText]:
     """One text per (variant, menu point) in use, in order of first use."""
     namer = Namer()
@@ -143,7 +147,7 @@ def _blocks(
             key = (group.variant, group.keep)
             if key not in texts:
                 name = namer(whole.kinds[group.variant].block.name, default="block")
-                texts[key] = BlockText(whole, group.variant, group.keep, name)
+                texts[key] = BlockText(whole, *key, name, splits=splits)
     return texts
 
 

@@ -1,7 +1,8 @@
 """Writes the functions of one stage: its calls in order, loops over repeated blocks, gradients.
 
 Input: an `Spmd` program, a stage and the texts of its blocks. Output: source lines of
-`stageN_prologue`, `stageN_forward` and `stageN_backward`.
+`stageN_prologue`, `stageN_forward` and `stageN_backward`; where the schedule runs its halves apart,
+`stageN_backward_input` and `stageN_backward_weight` instead.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ class StageText:
     """The source of one stage."""
 
     def __init__(self, spmd: Spmd, number: int, groups: tuple[Group, ...],
-                 blocks: dict[tuple[int, str], BlockText]):  # fmt: skip
+                 blocks: dict[tuple[int, str], BlockText], *, splits: bool = False):  # fmt: skip
         self.spmd, self.number, self.groups, self.blocks = spmd, number, groups, blocks
+        self.splits = splits
         self.received = {m.value for m in spmd.messages if m.target == number}
         self.inputs = {item.name for item in spmd.graph.inputs}
 
@@ -25,7 +27,8 @@ class StageText:
         return self.blocks[group.variant, group.keep]
 
     def lines(self) -> list[str]:
-        return [*self._prologue(), *self._forward(), *self._backward()]
+        halves = self._backward_weight() if self.splits else []
+        return [*self._prologue(), *self._forward(), *self._backward(), *halves]
 
     @property
     def has_prologue(self) -> bool:
@@ -33,9 +36,13 @@ class StageText:
 
     def entry(self) -> str:
         """This stage's line in STAGES."""
-        words = [f"forward=stage{self.number}_forward", f"backward=stage{self.number}_backward"]
-        words += [f"prologue=stage{self.number}_prologue"] if self.has_prologue else []
-        return f"    Stage({', '.join(words)}),"
+        backward = ["backward_input", "backward_weight"] if self.splits else ["backward"]
+        names = ["forward", *backward, *(["prologue"] if self.has_prologue else [])]
+        words = [f"{name}=stage{self.number}_{name}" for name in names]
+        line = f"    Stage({', '.join(words)}),"
+        if not self.splits:
+            return line
+        return "\n".join(["    Stage(", *(f"        {word}," for word in words), "    ),"])
 
     # prologue
 
@@ -118,9 +125,8 @@ class StageText:
             if name in block.arguments:
                 value = self._word(first.arguments[place])
                 words.append(outs[carried[place]] if place in carried else value)
-        start = group.calls[0].index
-        call = f"{start} + i" if start else "i"
-        words = ["ctx", self._weights(group, "i"), *words, *self._tail(group, call, block)]
+        words = ["ctx", self._weights(group, "i"), *words]
+        words += self._tail(group, self._call(group), block)
         return [
             *lines,
             f"    for i in range({len(group.calls)}):",
@@ -131,7 +137,9 @@ class StageText:
     # backward
 
     def _backward(self) -> list[str]:
-        lines = [f"def stage{self.number}_backward(ctx, w, g, saved, dy):"]
+        name = "backward_input" if self.splits else "backward"
+        lines = [f"def stage{self.number}_{name}(ctx, w, g, saved, dy):"]
+        lines += ["    pending = []"] if self.splits else []
         have: set[str] = set()
         for message in self.spmd.messages:
             if message.source == self.number and message.gradient and message.value not in have:
@@ -156,7 +164,45 @@ class StageText:
             if m.target == self.number and m.gradient and m.value in have
         ]  # fmt: skip
         words = ", ".join(f"{name}=d_{identifier(name)}" for name in given)
-        return [*lines, f"    return SimpleNamespace({words})", "", ""]
+        more = ", pending" if self.splits else ""
+        return [*lines, f"    return SimpleNamespace({words}){more}", "", ""]
+
+    def _backward_weight(self) -> list[str]:
+        """The second half of every block's backward, first block first: the last pending."""
+        body = []
+        for group in self.groups:
+            block = self.block(group)
+            if not block.has_halves:
+                continue
+            index = "i" if group.many else None
+            words = ["ctx", self._weights(group, index), self._weights(group, index, "g")]
+            words += ["pending.pop()", *self._tail(group, self._call(group), block)]
+            call = f"    {block.name}_backward_weight({', '.join(words)})"
+            loop = f"    for i in range({len(group.calls)}):"
+            body += [loop, f"    {call}"] if group.many else [call]
+        head = f"def stage{self.number}_backward_weight(ctx, w, g, pending):"
+        return [head, *(body or ["    pass"]), "", ""]
+
+    @staticmethod
+    def _call(group: Group) -> str:
+        """The number of the call, in a loop over `i` or alone."""
+        start = str(group.calls[0].index)
+        if not group.many:
+            return start
+        return f"{start} + i" if group.calls[0].index else "i"
+
+    def _called(self, block: BlockText, targets: list[str], words: list[str]) -> list[str]:
+        """The call of a block's backward, and of a half what it hands to the other."""
+        left = [_tuple(targets)] if targets else []
+        name = f"{block.name}_backward"
+        if not block.has_halves:
+            call = f"{name}({', '.join(words)})"
+            return [f"{' '.join([*left, '='])} {call}" if targets else call]
+        left = left or ["_"]
+        return [
+            f"{', '.join([*left, 'kept'])} = {name}_input({', '.join(words)})",
+            "pending.append(kept)",
+        ]
 
     def _tangents(self, group: Group, placed: StageCall) -> list[str]:
         block = self.block(group).block
@@ -169,7 +215,7 @@ class StageText:
             return ["    saved.pop()"]
         words = ["ctx", self._weights(group, None), self._weights(group, None, "g"), "saved.pop()"]
         words += [f"d_{identifier(name)}" for name in self._tangents(group, placed)]
-        words += self._tail(group, str(placed.index), block)
+        words += self._tail(group, self._call(group), block)
         values = dict(zip(block.block.inputs, self.spmd.call(placed).arguments, strict=True))
         targets: list[str] = []
         sums: list[str] = []
@@ -181,8 +227,7 @@ class StageText:
             else:
                 targets.append(word)
             have.add(values[name])
-        call = f"{block.name}_backward({', '.join(words)})"
-        return [f"    {_tuple(targets)} = {call}" if targets else f"    {call}", *sums]
+        return [*(f"    {line}" for line in self._called(block, targets, words)), *sums]
 
     def _backward_loop(self, group: Group, have: set[str]) -> list[str]:
         """Gradients of carried values keep one name through the loop."""
@@ -194,19 +239,14 @@ class StageText:
         carried = dict(group.carried)
         place_of = {name: place for place, name in enumerate(block.block.inputs)}
         tangents = [f"d_{identifier(name)}" for name in self._tangents(group, group.calls[-1])]
-        start = group.calls[0].index
-        call = f"{start} + i" if start else "i"
         words = ["ctx", self._weights(group, "i"), self._weights(group, "i", "g"), "saved.pop()"]
-        words += [*tangents, *self._tail(group, call, block)]
+        words += [*tangents, *self._tail(group, self._call(group), block)]
         targets = [
             f"d_{identifier(last.results[carried[place_of[name]]])}"
             for name in block.handed_gradients()
         ]
-        body = f"{block.name}_backward({', '.join(words)})"
-        lines = [
-            f"    for i in reversed(range({count})):",
-            f"        {_tuple(targets)} = {body}" if targets else f"        {body}",
-        ]
+        lines = [f"    for i in reversed(range({count})):"]
+        lines += [f"        {line}" for line in self._called(block, targets, words)]
         for name, word in zip(block.handed_gradients(), targets, strict=True):
             value = first.arguments[place_of[name]]
             final = f"d_{identifier(value)}"

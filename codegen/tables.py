@@ -1,6 +1,6 @@
 """layout.json: what each rank holds, reads, sends and reduces.
 
-Input: an `Spmd` program, its stage plans and the plan's schedule. Output: plain JSON values in
+Input: an `Spmd` program, the call groups of its stages and the plan. Output: plain JSON values in
 the format that `runtime.layout` reads.
 """
 
@@ -12,23 +12,25 @@ from codegen.groups import Group, weight_path
 from ir.graph import TensorType, evaluate
 from ir.layout import TENSOR, Layout, Placement, Shard
 from ir.lower import local_outer
+from ir.plan import Plan
 from ir.spmd import Message, Spmd
 
-FORMAT = "shardwright-layout/1"
+FORMAT = "shardwright-layout/2"
 
 
-def layout_tables(
-    spmd: Spmd, groups: tuple[tuple[Group, ...], ...], *, plan_hash: str, schedule: str
-) -> dict[str, Any]:
+def layout_tables(spmd: Spmd, groups: tuple[tuple[Group, ...], ...], plan: Plan) -> dict[str, Any]:
     """The whole of layout.json; `groups` are the call groups of each stage."""
     index = {state.name: i for i, state in enumerate(spmd.graph.state)}
     return {
         "format": FORMAT,
-        "plan": plan_hash,
+        "plan": plan.hash,
         "mesh": {
-            "pipeline": len(spmd.stages), "data": spmd.degrees.data, "tensor": spmd.degrees.tensor
+            "pipeline": plan.mesh.pipeline, "data": plan.mesh.data, "tensor": plan.mesh.tensor
         },
-        "schedule": schedule,
+        "schedule": {
+            "name": plan.schedule,
+            "order": [" ".join(map(str, actions)) for actions in plan.order],
+        },
         "micro_batches": spmd.degrees.micro_batches,
         "global_batch": spmd.degrees.batch,
         "state": [_state(spmd, state.name) for state in spmd.graph.state],

@@ -19,6 +19,7 @@ from ir.graph import Graph
 from ir.layout import PARTIAL, REPLICATE, Placement, Shard
 from ir.lower import Degrees, Sharding
 from ir.plan_schema import check_plan
+from ir.schedules import Action, check_schedule, schedule_order
 from ir.spmd import Spmd, StageCall, lower_all
 from ir.strategies import strategies
 from ir.variants import Variant, variants
@@ -119,6 +120,19 @@ class Plan:
     graph: Graph | None = field(default=None, compare=False, repr=False)
 
     @property
+    def virtual_stages(self) -> int:
+        """Stages per pipeline rank; stage s lies on rank s mod `mesh.pipeline`."""
+        return len(self.stages) // self.mesh.pipeline
+
+    @property
+    def order(self) -> tuple[tuple[Action, ...], ...]:
+        """What each pipeline rank computes in a step."""
+        return schedule_order(
+            self.schedule, ranks=self.mesh.pipeline, micro_batches=self.micro_batches,
+            virtual_stages=self.virtual_stages,
+        )  # fmt: skip
+
+    @property
     def degrees(self) -> Degrees:
         return Degrees(self.global_batch, self.mesh.data, self.mesh.tensor, self.micro_batches)
 
@@ -185,6 +199,12 @@ class Plan:
                 f"{where} was altered: its content has hash {plan.hash}, but it says "
                 f"{value['hash']}. Plan again, with pins for the decisions that you want changed."
             )
+        if len(plan.stages) % plan.mesh.pipeline or not plan.stages:
+            raise UsageError(
+                f"{where}: {len(plan.stages)} stages can't lie evenly on pipeline="
+                f"{plan.mesh.pipeline} ranks."
+            )
+        check_schedule(plan.schedule, plan.mesh.pipeline, plan.micro_batches, plan.virtual_stages)
         return plan
 
 

@@ -16,6 +16,7 @@ from ir.layout import DATA, PARTIAL, REPLICATE, TENSOR, Layout, Partial, Placeme
 from ir.lower import Degrees, Lowered, Sharding, local_type, lower
 from ir.recompute import backward_nodes, kept_values, state_inputs
 from ir.reshard import step
+from ir.split import Split, split_backward
 from ir.variants import Variant, variants
 
 
@@ -73,6 +74,12 @@ class Spmd:
 
     def kept(self, variant: int, keep: str) -> tuple[str, ...]:
         return kept_values(self.lowered[variant], self.keeps[variant][keep], self.always(variant))
+
+    def split(self, variant: int, keep: str) -> Split:
+        """The two halves of `backward`."""
+        return split_backward(
+            self.lowered[variant], self.keeps[variant][keep], self.always(variant)
+        )  # fmt: skip
 
     @cached_property
     def stage_of(self) -> dict[int, int]:

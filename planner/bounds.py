@@ -13,8 +13,7 @@ holds is cut evenly over the tensor axis.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -25,20 +24,23 @@ from ir.cluster import Cluster, Mesh
 from ir.lower import Degrees
 from ir.ops import op_def
 from ir.recompute import state_inputs
+from ir.schedules import Held, splits_backward
 from ir.spmd import early_inputs
 from planner.calibrated import cost_model
-from planner.candidate import Workload
 from planner.cost import CostModel
 from planner.frontier import Frontier, frontier
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import NodeTimes, Seconds, StateCost, least_state_cost
 from planner.recompute_program import KeptProgram
-from planner.schedule import in_flight
+from planner.schedule import moments
 from planner.sharding_bound import BlockBound, block_bound, least_total_s
-from planner.stage_cuts import best_cuts, relaxed_seconds, tail_seconds
+from planner.stage_cuts import best_cuts, least_maximum, relaxed_seconds, tail_seconds
 from planner.stage_problem import Point, Run, StageProblem
+from planner.workload import Workload
 
+SENDS = 2
+"""A value that crosses and its gradient are both waited for, on one side or on both."""
 COUNT = 8
 """Micro-batches for which blocks are bounded: what happens once per step is not in their bounds."""
 
@@ -63,23 +65,43 @@ class Bounds:
 
     def quick_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the candidate beats, in closed form; infinity if none can fit."""
-        kinds = self.work.kinds
-        seconds = [
-            (len(kind.calls), block.curve.corners[0][0])
-            for kind, block in zip(kinds, self._blocks(candidate, exact=False), strict=True)
-        ]
-        layer_s = max(ceil(n / candidate.mesh.pipeline) * s for n, s in seconds)
-        return self._even_s(candidate, sum(n * s for n, s in seconds), layer_s)
+        blocks = self._blocks(candidate, exact=False)
+        return self._even_s(candidate, [block.curve.corners[0][0] for block in blocks])
 
-    def _even_s(self, candidate: Candidate, total_s: float, layer_s: float = 0.0) -> float:
-        """A step whose stages share all work evenly; no stage takes less than `layer_s`."""
-        stages, more = candidate.mesh.pipeline, candidate.micro_batches - 1
-        again_s, state = (
-            self._again_s(candidate),
-            StateCost.total(list(self._states(candidate.mesh).values())),
+    def _even_s(
+        self, candidate: Candidate, block_s: Sequence[float], total_s: float = 0.0
+    ) -> float:
+        """A step whose ranks share all work evenly, but no block is cut. `block_s`: of a call of
+        each variant; `total_s`: of all calls, if that is known to be more than their sum."""
+        again_s, ranks = self._again_s(candidate), candidate.mesh.pipeline
+        calls = [len(kind.calls) for kind in self.work.kinds]
+        pairs = list(zip(calls, block_s, strict=True))
+        total_s = max(total_s, sum(n * seconds for n, seconds in pairs))
+        pace_s = max(total_s / ranks, *(ceil(n / ranks) * seconds for n, seconds in pairs))
+        state = StateCost.total(list(self._states(candidate.mesh).values()))
+        cost = cost_model(self.cluster, candidate.mesh)
+        send_s = min((self._send_s(candidate, cost, s) for s in range(ranks - 1)), default=0.0)
+        more_s = again_s + (candidate.stages - 1) * SENDS * send_s
+        step_s = self._step_s(candidate, pace_s + more_s / ranks, total_s + more_s)
+        if splits_backward(candidate.schedule):
+            step_s += (candidate.stages - 1) * send_s
+        return step_s + (state.sync_s + state.update_s) / ranks
+
+    def _step_s(self, candidate: Candidate, pace_s: float, sum_s: float) -> float:
+        """Seconds of the pipeline, of a slowest rank and all ranks together. Zero-bubble hides no
+        more than all backwards in the fill (`planner.schedule`)."""
+        count, virtual = candidate.micro_batches, candidate.virtual_stages
+        if splits_backward(candidate.schedule):
+            return (count - 1) * pace_s + self._forward_s(candidate)
+        return count * pace_s + max(0.0, sum_s - pace_s) / virtual
+
+    def _forward_s(self, candidate: Candidate) -> float:
+        """Of one micro-batch through all blocks, every node by its fastest strategy."""
+        blocks, kinds = self._blocks(candidate, exact=False), self.work.kinds
+        return sum(
+            len(kind.calls) * sum(block.node_s[n.outputs[0]] for n in kind.block.forward)
+            for kind, block in zip(kinds, blocks, strict=True)
         )
-        pace_s = max(total_s / stages, layer_s) + again_s / stages
-        return total_s + again_s + more * pace_s + (state.sync_s + state.update_s) / stages
 
     def state_bytes(self, mesh: Mesh) -> float:
         """State of a device when it is divided evenly by stages and shards."""
@@ -88,7 +110,7 @@ class Bounds:
     def need_bytes(self, candidate: Candidate) -> float:
         """State and activations of a device, divided evenly, with everything recomputed."""
         mesh = candidate.mesh
-        held = in_flight(0, mesh.pipeline, candidate.micro_batches, candidate.schedule)
+        held = self._flights(candidate, 0)
         least = sum(n * corners[-1][1] for n, corners in self._kept(candidate))
         return self.state_bytes(mesh) + held * least / mesh.pipeline
 
@@ -120,24 +142,42 @@ class Bounds:
         )
 
     def _room_bytes(self, candidate: Candidate) -> float:
-        """What all stages together can keep of one micro-batch: sum of room / in flight."""
-        mesh, count = candidate.mesh, candidate.micro_batches
+        """What all ranks together can keep of one micro-batch: sum of room / in flight."""
+        mesh = candidate.mesh
         room = cost_model(self.cluster, mesh).capacity_bytes - self.state_bytes(mesh)
-        return sum(
-            room / in_flight(s, mesh.pipeline, count, candidate.schedule)
-            for s in range(mesh.pipeline)
-        )
+        return sum(room / self._flights(candidate, rank) for rank in range(mesh.pipeline))
+
+    def _flights(self, candidate: Candidate, rank: int) -> float:
+        """Whole micro-batches of which a rank keeps what forward saved."""
+        found = moments(
+            candidate.schedule, rank, candidate.mesh.pipeline, candidate.micro_batches,
+            candidate.virtual_stages,
+        )  # fmt: skip
+        most = max(sum(held.forward for held in moment) for moment in found)
+        return most / candidate.virtual_stages
 
     # (2) and (3)
 
     def close_s(self, candidate: Candidate, *, exact: bool) -> float:
         """As `quick_s`, closer, by integer cuts: (2), or (3) if `exact`."""
+        even_s = 0.0
+        if exact:
+            blocks = self._blocks(candidate, exact=True)
+            least_s = [min(s for s, _ in block.curve.corners) for block in blocks]
+            even_s = self._even_s(candidate, least_s, self._total_s(candidate))
+        return max(even_s, self._cuts_s(candidate, exact=exact))
+
+    def _cuts_s(self, candidate: Candidate, *, exact: bool) -> float:
+        """By the best cuts; several stages per rank can be more even than any cuts into ranks."""
+        if candidate.virtual_stages > 1:
+            return 0.0
         problem = self._problem(candidate, exact=exact)
-        cuts = best_cuts(relaxed_seconds(problem), tail_seconds(problem), candidate.micro_batches)
-        if cuts is None:
-            return inf
-        total_s = self._total_s(candidate) if exact else 0.0
-        return max(cuts.cost_s, self._even_s(candidate, total_s))
+        seconds, tails = relaxed_seconds(problem), tail_seconds(problem)
+        if splits_backward(candidate.schedule):
+            pace_s = least_maximum(seconds)
+            return self._step_s(candidate, pace_s, 0.0) + sum(problem.send_s)
+        cuts = best_cuts(seconds, tails, candidate.micro_batches)
+        return inf if cuts is None else float(cuts.cost_s)
 
     def _total_s(self, candidate: Candidate) -> float:
         """Of one micro-batch through all blocks, whose boundaries agree."""
@@ -165,6 +205,9 @@ class Bounds:
             tuple(runs), mesh.pipeline, candidate.micro_batches, candidate.schedule,
             (float(cost.capacity_bytes),) * mesh.pipeline,
             tuple(self._send_s(candidate, cost, s) for s in range(mesh.pipeline - 1)),
+            held=tuple(
+                (Held(int(self._flights(candidate, rank)), 0),) for rank in range(mesh.pipeline)
+            ),
         )  # fmt: skip
 
     def _send_s(self, candidate: Candidate, cost: CostModel, stage: int) -> float:
@@ -258,7 +301,7 @@ class Bounds:
         lowered = found.lowered[number]
         always = state_inputs(lowered, arguments, {item.name for item in graph.state})
         values = dict(zip(kind.block.inputs, arguments, strict=True))
-        shared = {name for name, value in values.items() if self._readers[value] > 1}
+        shared = {name for name, value in values.items() if self.work.uses[value] > 1}
         times = self._least_times(found, number)
         return KeptProgram(lowered, found.storages[number], times, always, shared)
 
@@ -274,11 +317,6 @@ class Bounds:
         shares = [least[n] * tensor / alone[n].compute_s
                   for n in names if n in least and alone[n].compute_s > 0]  # fmt: skip
         return min(shares, default=0.0)
-
-    @cached_property
-    def _readers(self) -> Counter[str]:
-        """How many calls read each value."""
-        return Counter(v for c in self.work.graph.calls for v in dict.fromkeys(c.arguments))
 
     @cached_property
     def _free(self) -> tuple[set[str], ...]:

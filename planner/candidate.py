@@ -2,29 +2,27 @@
 
 Input: `Pieces`, a mesh, micro-batches, a schedule. Output: `Evaluated`, with the program that it
 stands for. The stage problem works with one typical cut; the prediction with the actual one.
+Where a rank has several stages the problem gives each an equal part of its memory: a first step,
+which may recompute more than it has to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
-from ir.batch import Flow
-from ir.cluster import GIB
 from ir.errors import Refused
-from ir.graph import Graph
-from ir.plan import Placed, Prediction, StageCost
+from ir.plan import Placed, Prediction
+from ir.schedules import Held
 from ir.spmd import Spmd, StageCall
-from ir.variants import Variant
 from planner.cost import CostModel
-from planner.exchange import Exchange, Load, exchange, exposed_send_s, exposed_tensor_s
+from planner.interleave import plan_interleaved
 from planner.pieces import Pieces
 from planner.pins import Candidate
-from planner.price import Seconds, StateCost, state_costs
+from planner.price import StateCost
 from planner.recompute import MenuPoint
-from planner.schedule import StageTime, bubble_s, held_batches, pipeline_step_s
-from planner.stage_bytes import early_bytes, gathered_bytes, point_of, sent_bytes, stage_cost
+from planner.stage_bytes import early_bytes
+from planner.stage_prices import StagePrices
 from planner.stage_problem import (
     Assignment,
     Choice,
@@ -34,7 +32,9 @@ from planner.stage_problem import (
     StageProblem,
     price,
 )
+from planner.stage_refusal import excess_message
 from planner.stages import plan_stages
+from planner.workload import Workload as Workload
 
 ATTEMPTS = 3
 """How often the stages are planned again with less room when the exact bytes pass the capacity."""
@@ -51,21 +51,6 @@ class Evaluated:
     prediction: Prediction
 
 
-@dataclass(frozen=True)
-class Workload:
-    """What all candidates share."""
-
-    graph: Graph
-    flow: Flow
-    kinds: tuple[Variant, ...]
-    global_batch: int
-    optimizer: str
-
-    @property
-    def variant_of(self) -> dict[int, int]:
-        return {call: n for n, kind in enumerate(self.kinds) for call in kind.calls}
-
-
 def evaluate(work: Workload, candidate: Candidate, found: Pieces, cost: CostModel) -> Evaluated:
     """The best stages of a candidate; `Refused` if it does not fit."""
     return _Evaluation(work, candidate, found, cost).run()
@@ -78,35 +63,18 @@ def evaluate_stages(
     return _Evaluation(work, candidate, found, cost).given(assignment)
 
 
-class _Evaluation:
+class _Evaluation(StagePrices):
     """One evaluation; see the module's docstring."""
-
-    def __init__(
-        self, work: Workload, candidate: Candidate, found: Pieces, cost: CostModel
-    ) -> None:
-        self.work, self.candidate, self.found, self.cost = work, candidate, found, cost
-        self.variant_of = work.variant_of
-        keeps = tuple({p.label: p.kept for p in menu} for menu in found.menus)
-        last = candidate.mesh.pipeline - 1
-        order = [(i, self.variant_of[i]) for i in range(len(work.graph.calls))]
-        self.program = Spmd(
-            work.graph, candidate.degrees, work.flow, work.kinds, found.lowered,
-            found.state, keeps, ((),) * last + (tuple(StageCall(i, v, "") for i, v in order),),
-        )  # fmt: skip
-        self.runs = [
-            (variant, [i for i, _ in group]) for variant, group in groupby(order, lambda p: p[1])
-        ]
-        self.state = state_costs(self.program, cost, work.optimizer)
-        self.stage_states: dict[tuple[int, tuple[StageCall, ...]], StateCost] = {}
-        self.uses = _uses(work.graph)
 
     def run(self) -> Evaluated:
         room = self.cost.capacity_bytes
         for attempt in range(ATTEMPTS):
             problem = self._problem(room)
-            plan = plan_stages(problem)
+            several = self.candidate.virtual_stages > 1
+            ranks = self.candidate.mesh.pipeline
+            plan = plan_interleaved(problem, ranks) if several else plan_stages(problem)
             program, stages = self._placed(plan)
-            prediction = self._prediction(program, plan)
+            prediction = self.prediction(program, plan.bound_s)
             excess = prediction.peak_bytes - self.cost.capacity_bytes
             if excess <= 0:
                 used = _used_keeps(program)
@@ -116,36 +84,19 @@ class _Evaluation:
             room -= excess
             if room <= 0 or attempt == ATTEMPTS - 1:
                 break
-        raise Refused(self._excess(prediction))
+        raise Refused(excess_message(prediction))
 
     def given(self, assignment: Assignment) -> Evaluated:
         """The stages as they are given; runs and points count as in `runs` and the menus."""
         plan = price(self._problem(self.cost.capacity_bytes), assignment)
         program, stages = self._placed(plan)
-        prediction = self._prediction(program, plan)
+        prediction = self.prediction(program, plan.bound_s)
         used = replace(program, keeps=_used_keeps(program))
         return Evaluated(self.candidate, self.found, used, stages, prediction)
-
-    def _excess(self, prediction: Prediction) -> str:
-        """The fullest stage and its largest part."""
-        stage = max(range(len(prediction.stages)), key=lambda s: prediction.stages[s].peak_bytes)
-        cost = prediction.stages[stage]
-        parts = {
-            "weights": cost.parameter_bytes, "gradients": cost.gradient_bytes,
-            "optimizer state": cost.optimizer_bytes, "kept activations": cost.saved_bytes,
-            "working memory": cost.transient_bytes,
-        }  # fmt: skip
-        name = max(parts, key=lambda part: parts[part])
-        return (
-            f"no plan fits: stage {stage} needs {cost.peak_bytes / GIB:.1f} GiB per device, and "
-            f"{self.cost.capacity_bytes / GIB:.1f} GiB are usable. Largest part: {name} "
-            f"({parts[name] / GIB:.1f} GiB). Try a smaller micro-batch, or more devices."
-        )
 
     # the stage problem
 
     def _problem(self, room_bytes: float) -> StageProblem:
-        mesh, count = self.candidate.mesh, self.candidate.micro_batches
         owners = self._owners()
         runs = tuple(self._run(r, owners) for r in range(len(self.runs)))
         tied: dict[tuple[int, int], float] = {}
@@ -154,19 +105,21 @@ class _Evaluation:
                 if owners[name] != r:
                     pair = (owners[name], r)
                     tied[pair] = tied.get(pair, 0.0) + self.state[name].held_bytes
-        crossing = self._typical_crossing() if mesh.pipeline > 1 else []
-        sends = tuple(self._send_s(crossing, stage) for stage in range(mesh.pipeline - 1))
+        candidate = self.candidate
+        crossing = self._typical_crossing() if candidate.stages > 1 else []
+        sends = tuple(self._send_s(crossing, stage) for stage in range(candidate.stages - 1))
+        share_bytes = float(room_bytes) / candidate.virtual_stages
         return StageProblem(
-            runs, mesh.pipeline, count, self.candidate.schedule,
-            (float(room_bytes),) * mesh.pipeline, sends,
+            runs, candidate.stages, candidate.micro_batches, candidate.schedule,
+            (share_bytes,) * candidate.stages, sends,
             tuple((i, j, held) for (i, j), held in tied.items()),
+            tuple(self._held(stage) for stage in range(candidate.stages)),
         )  # fmt: skip
 
-    def _names(self, calls: Sequence[int]) -> list[str]:
-        """The state tensors that calls read, each once."""
-        graph = self.work.graph
-        found = dict.fromkeys(v for i in calls for v in graph.calls[i].arguments)
-        return [name for name in found if name in self.state]
+    def _held(self, stage: int) -> tuple[Held, ...]:
+        """What one stage holds at the fullest moments of its rank, or of its own if it has one."""
+        place, rank = divmod(stage, self.candidate.mesh.pipeline)
+        return tuple(dict.fromkeys(moment[place] for moment in self._moments(rank)))
 
     def _owners(self) -> dict[str, int]:
         """The first run that uses each state tensor; the first of all has the unused ones."""
@@ -184,43 +137,15 @@ class _Evaluation:
         points = tuple(
             Point(
                 self._forward(variant, point).total_s,
-                self._backward(point).total_s + added_s,
+                sum(half.total_s for half in self._backward(variant, point)) + added_s,
                 point.saved_bytes + self._input_bytes(variant, calls, point),
                 state.held_bytes / n, point.transient_bytes + early_bytes(self.found, variant),
-                point.label,
+                point.label, self._pending_bytes(variant, point),
             )
             for point in self.found.menus[variant]
         )  # fmt: skip
         name = self.work.graph.calls[calls[0]].path or self.work.kinds[variant].block.name
         return Run(name, n, points, state.sync_s / n, state.update_s / n)
-
-    def _forward(self, variant: int, point: MenuPoint) -> Seconds:
-        """One micro-batch through one block, with its share of the prologue; the slower of the
-        device and the host that launches its kernels."""
-        prologue = self.found.times[variant].prologue.times(1 / self.candidate.micro_batches)
-        seconds = self._pipelined(point.forward) + prologue
-        return seconds.at_least(self.cost.host_s(seconds.launches))
-
-    def _backward(self, point: MenuPoint) -> Seconds:
-        seconds = self._pipelined(point.backward)
-        return seconds.at_least(self.cost.host_s(seconds.launches))
-
-    def _pipelined(self, seconds: Seconds) -> Seconds:
-        exposed_s = exposed_tensor_s(seconds.communication_s, seconds.compute_s, self.cost)
-        return replace(seconds, communication_s=exposed_s)
-
-    def _accumulate_s(self, state: StateCost) -> float:
-        """Per micro-batch: its gradients are added up, where there are several."""
-        return self.cost.accumulate_s(state.summed_bytes) if self._accumulates else 0.0
-
-    @property
-    def _accumulates(self) -> bool:
-        return self.candidate.micro_batches > 1
-
-    @property
-    def _virtual(self) -> int:
-        """Pieces of the model per pipeline rank."""
-        return self.cost.traits.virtual_stages if self.candidate.mesh.pipeline > 1 else 1
 
     def _input_bytes(self, variant: int, calls: Sequence[int], point: MenuPoint) -> float:
         """Held inputs; one that many calls share is divided among the calls of a stage."""
@@ -229,7 +154,7 @@ class _Evaluation:
         values = dict(zip(self.work.kinds[variant].block.inputs, call.arguments, strict=True))
         total = 0.0
         for name in point.inputs:
-            readers = self.uses[values[name]]
+            readers = self.work.uses[values[name]]
             per_stage = max(1.0, readers / self.candidate.mesh.pipeline)
             total += storage.size_bytes[name] / per_stage
         return total
@@ -248,7 +173,8 @@ class _Evaluation:
         program, seconds = self.program, 0.0
         for value in crossing:
             ways = 2 if value in program.has_gradient and not self.cost.sends_meet else 1
-            seconds += ways * self.cost.send_s(program.local_type_of(value).bytes(1), stage)
+            size_bytes = program.local_type_of(value).bytes(1)
+            seconds += ways * self._between_s(size_bytes, stage, stage + 1)
         return seconds
 
     # the exact stages
@@ -271,122 +197,8 @@ class _Evaluation:
             placed.append(tuple(spans))
         return replace(self.program, stages=tuple(stages)), tuple(placed)
 
-    def _prediction(self, program: Spmd, plan: StagePlan) -> Prediction:
-        candidate, virtual = self.candidate, self._virtual
-        pairs = self._stage_seconds(program)
-        moves = [self._exchange(program, s, f, b) for s, (f, b) in enumerate(pairs)]
-        pairs = [
-            (f + Seconds(0.0, move.forward_s), b + Seconds(0.0, move.backward_s))
-            for (f, b), move in zip(pairs, moves, strict=True)
-        ]
-        times = [(f.total_s, b.total_s) for f, b in pairs]
-        sync_s, update_s = self._tail(program, moves, [b for _, b in times])
-        count, schedule = candidate.micro_batches, candidate.schedule
-        busy = max(pairs, key=lambda pair: pair[0].total_s + pair[1].total_s)
-        total = (busy[0] + busy[1]).times(count)
-        step_s = pipeline_step_s(times, count, schedule, virtual) + sync_s + update_s
-        return Prediction(
-            step_s, total.compute_s, total.communication_s + sync_s,
-            bubble_s(times, count, schedule, virtual), update_s,
-            min(plan.bound_s, step_s), int(self.cost.capacity_bytes),
-            tuple(self._stage_cost(program, s, pair) for s, pair in enumerate(times)),
-        )  # fmt: skip
-
-    def _stage_seconds(self, program: Spmd) -> list[tuple[Seconds, Seconds]]:
-        """Forward and backward of a micro-batch, with the actual sends: on both their sides, or
-        on the sender's where they meet what comes back."""
-        forward = [Seconds() for _ in program.stages]
-        backward = list(forward)
-        for s, calls in enumerate(program.stages):
-            for placed in calls:
-                point = point_of(self.found, placed)
-                forward[s] += self._forward(placed.variant, point)
-                backward[s] += self._backward(point)
-            backward[s] += Seconds(self._accumulate_s(self._state_of_stage(program, s)))
-        for message in program.messages:
-            send_s = self.cost.send_s(message.type.bytes(1), message.source)
-            ends = (message.source, message.target)
-            for s in ends[:1] if self.cost.sends_meet else ends:
-                exposed_s = exposed_send_s(send_s, forward[s].compute_s, self._virtual)
-                forward[s] += Seconds(0.0, exposed_s)
-            for s in ends[1:] if self.cost.sends_meet else ends:
-                if message.gradient:
-                    exposed_s = exposed_send_s(send_s, backward[s].compute_s, self._virtual)
-                    backward[s] += Seconds(0.0, exposed_s)
-        return list(zip(forward, backward, strict=True))
-
-    def _exchange(
-        self, program: Spmd, stage: int, forward: Seconds, backward: Seconds
-    ) -> Exchange:
-        """What the data axis adds on a stage."""
-        state = self._state_of_stage(program, stage)
-        load = Load(
-            state.exchanged_bytes, state.gathered_bytes, len(program.stages[stage]),
-            forward.total_s, backward.total_s,
-        )  # fmt: skip
-        return exchange(load, self.cost)
-
-    def _stage_state(self, program: Spmd, stage: int) -> list[str]:
-        names = self._names([p.index for p in program.stages[stage]])
-        unused = [name for name in self.state if not self.uses.get(name)] if stage == 0 else []
-        return [*names, *unused]
-
-    def _state_of_stage(self, program: Spmd, stage: int) -> StateCost:
-        key = (stage, program.stages[stage])
-        if key not in self.stage_states:
-            items = [self.state[name] for name in self._stage_state(program, stage)]
-            self.stage_states[key] = StateCost.total(items)
-        return self.stage_states[key]
-
-    def _tail(
-        self, program: Spmd, moves: Sequence[Exchange], backward_s: Sequence[float]
-    ) -> tuple[float, float]:
-        """Exposed seconds once per step: gradients exchanged, parameters updated.
-
-        The slowest stage's; where exchanges overlap, a later stage starts its own while the last
-        backward still runs on the earlier ones.
-        """
-        tails = []
-        for s, move in enumerate(moves):
-            state, lead_s = self._state_of_stage(program, s), 0.0
-            if self.cost.traits.overlap_gradients:
-                lead_s = sum(backward_s[:s]) / self._virtual
-            sync_s = state.sync_s + move.step_s + self._tied_s(program, s)
-            tails.append((max(0.0, sync_s - lead_s), state.update_s))
-        return max(tails, key=sum)
-
-    def _tied_s(self, program: Spmd, stage: int) -> float:
-        """Gradients of parameters that several stages hold are summed over these."""
-        seconds = 0.0
-        for name in self._stage_state(program, stage):
-            item = self.state[name]
-            if item.gradient_bytes and len(program.stages_of_state(name)) > 1:
-                seconds += 2 * self.cost.send_s(item.gradient_bytes)
-        return seconds
-
-    def _stage_cost(self, program: Spmd, stage: int, times: StageTime) -> StageCost:
-        candidate = self.candidate
-        flights = held_batches(
-            stage, len(program.stages), candidate.micro_batches, candidate.schedule, self._virtual
-        )  # fmt: skip
-        return stage_cost(
-            program, stage, self.found, self._state_of_stage(program, stage),
-            gathered_bytes(program, stage, self.state, self.cost),
-            sent_bytes(program, stage, self.cost), flights, times,
-        )  # fmt: skip
-
-
 def _ordered(choices: Sequence[Choice]) -> list[Choice]:
     return sorted((c for c in choices if c.count), key=lambda c: (c.run, c.point))
-
-
-def _uses(graph: Graph) -> dict[str, int]:
-    """How many calls read each graph-level value."""
-    counts: dict[str, int] = {}
-    for call in graph.calls:
-        for value in dict.fromkeys(call.arguments):
-            counts[value] = counts.get(value, 0) + 1
-    return counts
 
 
 def _used_keeps(program: Spmd) -> tuple[dict[str, frozenset[str]], ...]:

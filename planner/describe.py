@@ -77,9 +77,8 @@ def _head(plan: Plan) -> Iterator[str]:
         f"(bound {duration(p.bound_s)}, gap {p.gap:.1%})   "
         f"peak {size(p.peak_bytes)} of {size(p.capacity_bytes)}"
     )
-    schedule = {"1f1b": "1F1B", "gpipe": "GPipe"}[plan.schedule]
     yield (
-        f"mesh  {plan.mesh}   micro-batch {rows} × {plan.micro_batches}   {schedule}   "
+        f"mesh  {plan.mesh}   micro-batch {rows} × {plan.micro_batches}   {_schedule(plan)}   "
         f"zero 0   {plan.optimizer}"
     )
     yield (
@@ -101,15 +100,28 @@ def cost_line(step_s: float, global_batch: int, cluster: Cluster) -> str:
     )
 
 
+def _schedule(plan: Plan) -> str:
+    names = {"1f1b": "1F1B", "gpipe": "GPipe", "zero-bubble": "zero-bubble"}
+    return names.get(plan.schedule) or f"interleaved 1F1B × {plan.virtual_stages}"
+
+
 def _stages(plan: Plan, best: Evaluated) -> Iterator[str]:
-    for number, (stage, cost) in enumerate(
-        zip(plan.stages, plan.prediction.stages, strict=True)
-    ):
-        spans = ", ".join(_span(placed, best) for placed in stage)
+    """A line per rank; the spans of its stages, where it has several, are numbered."""
+    ranks = plan.mesh.pipeline
+    for rank, cost in enumerate(plan.prediction.stages):
+        spans = [
+            ", ".join(_span(placed, best) for placed in stage) for stage in plan.stages[rank::ranks]
+        ]
+        if plan.virtual_stages > 1:
+            spans = [f"({rank + ranks * i}) {span}" for i, span in enumerate(spans)]
         yield (
-            f"stage {number}  fwd {duration(cost.forward_s)}  bwd {duration(cost.backward_s)}  "
-            f"{spans}"
+            f"{_place(plan)} {rank}  fwd {duration(cost.forward_s)}  "
+            f"bwd {duration(cost.backward_s)}  {'  '.join(spans)}"
         )
+
+
+def _place(plan: Plan) -> str:
+    return "rank" if plan.virtual_stages > 1 else "stage"
 
 
 def _span(placed: Placed, best: Evaluated) -> str:
@@ -227,7 +239,7 @@ def _memory(plan: Plan) -> Iterator[str]:
             cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.saved_bytes,
             cost.transient_bytes, cost.peak_bytes,
         )  # fmt: skip
-        yield f"stage {number:<3}" + "".join(f"{size(part):>12}" for part in parts)
+        yield f"{f'{_place(plan)} {number}':<9}" + "".join(f"{size(part):>12}" for part in parts)
 
 
 def _notes(plan: Plan) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 Input: a cluster and the groups (ranks are devices, in order), or two pipeline stages. Output: per
 level that a group crosses, its members, its share of the ports and the latency of a step. All
-groups of an axis communicate at the same time, so they share ports and switches.
+groups of an axis communicate at the same time, so they share ports and switches; which ports a
+pipeline's transfers share is `pipeline_ports`.
 """
 
 from collections import Counter
@@ -122,6 +123,32 @@ def _crossing(
         inside, shared, member, pair, level.link.latency_s,
         is_network=level.link.name == "network", nvls=level.nvls,
     )  # fmt: skip
+
+
+def pipeline_ports(
+    cluster: Cluster, mesh: Mesh
+) -> dict[tuple[int, int], tuple[tuple[int, int], tuple[int, int]]]:
+    """By (rank, rank) of the pipeline the ports, as (level, number), that what the first sends to
+    the second leaves and enters by: those of the outermost level between them.
+
+    The first data and tensor ranks stand for all, which send at the same time.
+    """
+    stride, ranks = mesh.data * mesh.tensor, range(mesh.pipeline)
+    return {
+        (a, b): _pair_ports(cluster, a * stride, b * stride) for a in ranks for b in ranks if a != b
+    }
+
+
+def _pair_ports(
+    cluster: Cluster, source: int, target: int
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    unit, crossed = 1, 0
+    for number, level in enumerate(cluster.levels):
+        if source // unit != target // unit:
+            crossed = number
+        unit *= level.size
+    shared = cluster.levels[crossed].devices_per_port
+    return (crossed, source // shared), (crossed, target // shared)
 
 
 @cache

@@ -1,8 +1,8 @@
 """What a caller fixes, and the meshes and micro-batch counts that remain.
 
 Input: pins such as {"tensor": 2, "schedule": "gpipe"}, the cluster, the batch. Output: `Pins`,
-checked, and `Candidate`s. A pin that can't be honoured is a `UsageError` with the nearest legal
-values.
+checked, and `Candidate`s: meshes, micro-batch counts, schedules, stages per rank. A pin that can't
+be honoured is a `UsageError` with the nearest legal values.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from typing import Any
 from ir.cluster import AXES, Mesh
 from ir.errors import UsageError
 from ir.lower import Degrees
-from planner.schedule import SCHEDULES
+from ir.schedules import SCHEDULES, check_schedule, fits_rounds
 
 RECOMPUTE = ("none", "selective", "full")
-COUNTS = (*AXES, "micro_batches")
+COUNTS = (*AXES, "micro_batches", "virtual_stages")
 KEYS = (*COUNTS, "schedule", "recompute")
+VIRTUAL_STAGES = (2, 4, 8)
+"""Stages per rank that the interleaved schedule is tried with: each halves the fill once more, and
+doubles what is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +35,28 @@ class Pins:
     micro_batches: int | None = None
     schedule: str | None = None
     recompute: str | None = None
+    virtual_stages: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A mesh with a micro-batch count and a schedule; `rows` of the batch per micro-batch."""
+    """A mesh with a micro-batch count, a schedule and stages per rank; `rows` of the batch per
+    micro-batch."""
 
     mesh: Mesh
     micro_batches: int
     schedule: str
     rows: int
+    virtual_stages: int = 1
+
+    @property
+    def stages(self) -> int:
+        """Of the whole pipeline; stage s lies on rank s mod `mesh.pipeline`."""
+        return self.mesh.pipeline * self.virtual_stages
+
+    def stages_of(self, rank: int) -> range:
+        """The stages of a pipeline rank."""
+        return range(rank, self.stages, self.mesh.pipeline)
 
     @property
     def degrees(self) -> Degrees:
@@ -49,7 +64,8 @@ class Candidate:
         return Degrees(self.rows * mesh.data * count, mesh.data, mesh.tensor, count)
 
     def __str__(self) -> str:
-        return f"{self.mesh} micro_batches={self.micro_batches} {self.schedule}"
+        more = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
+        return f"{self.mesh} micro_batches={self.micro_batches} {self.schedule}{more}"
 
 
 def read_pins(values: Mapping[str, Any] | None) -> Pins:
@@ -100,6 +116,7 @@ def parse_pins(text: str, *, micro_batches: int | None = None) -> dict[str, int 
 def check_pins(pins: Pins, n_devices: int, global_batch: int, *, has_batch: bool) -> None:
     """Raises `UsageError` for pins that contradict the devices, the batch or each other."""
     _check_devices(pins, n_devices)
+    _check_order(pins)
     for key in ("data", "micro_batches"):
         value = getattr(pins, key)
         if value not in (None, 1) and not has_batch:
@@ -127,6 +144,15 @@ def check_pins(pins: Pins, n_devices: int, global_batch: int, *, has_batch: bool
             f"{local} rows{ranks} can't be divided into {pins.micro_batches} micro-batches. Use "
             f"micro_batches={nearest(local, pins.micro_batches)}."
         )
+
+
+def _check_order(pins: Pins) -> None:
+    """A schedule that has no order for the pinned sizes is refused before anything is planned."""
+    virtual = pins.virtual_stages or (2 if pins.schedule == "interleaved" else 1)
+    schedule = pins.schedule or ("interleaved" if virtual > 1 else "1f1b")
+    ranks = pins.pipeline or 2
+    micro_batches = (pins.micro_batches if pins.pipeline else None) or ranks
+    check_schedule(schedule, ranks, micro_batches, virtual)
 
 
 def _check_devices(pins: Pins, n_devices: int) -> None:
@@ -160,11 +186,11 @@ def meshes(pins: Pins, n_devices: int) -> Iterator[Mesh]:
 
 
 def candidates(
-    pins: Pins, mesh: Mesh, global_batch: int, *, whole_batch: bool
+    pins: Pins, mesh: Mesh, global_batch: int, calls: int, *, whole_batch: bool
 ) -> Iterator[Candidate]:
     """The micro-batch counts and schedules of one mesh; none if its ranks can't share the rows.
 
-    1F1B is as fast as GPipe and holds less, so GPipe is only taken when it is pinned.
+    `calls`: how many blocks there are to make stages of.
     """
     if global_batch % mesh.data:
         return
@@ -172,4 +198,28 @@ def candidates(
     counts = [1] if whole_batch else divisors(rows)
     for count in counts:
         if pins.micro_batches in (None, count):
-            yield Candidate(mesh, count, pins.schedule or "1f1b", rows // count)
+            for schedule, virtual in schedules(pins, mesh.pipeline, count, calls):
+                yield Candidate(mesh, count, schedule, rows // count, virtual)
+
+
+def schedules(pins: Pins, ranks: int, micro_batches: int, calls: int) -> Iterator[tuple[str, int]]:
+    """(schedule, stages per rank) that the pins and the sizes allow.
+
+    1F1B is as fast as GPipe and holds less, so GPipe is only taken when it is pinned. Without a
+    pipeline, or with one micro-batch, there is nothing to choose.
+    """
+    if pins.schedule is not None:
+        names: tuple[str, ...] = (pins.schedule,)
+    elif ranks > 1 and micro_batches > 1:
+        names = ("1f1b", "zero-bubble", "interleaved")
+    else:
+        names = ("1f1b",)
+    for name in names:
+        if name != "interleaved":
+            if pins.virtual_stages in (None, 1):
+                yield name, 1
+            continue
+        for virtual in VIRTUAL_STAGES if pins.virtual_stages is None else (pins.virtual_stages,):
+            fits = min(ranks, virtual) > 1 and ranks * virtual <= calls
+            if fits and fits_rounds(ranks, micro_batches):
+                yield name, virtual

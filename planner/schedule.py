@@ -1,30 +1,86 @@
 """How long a pipelined step takes, and how many micro-batches a stage holds at once.
 
 Input: seconds of each stage's forward and backward per micro-batch, the number of micro-batches,
-the schedule. Output: seconds. GPipe runs all forwards, then all backwards; 1F1B starts a
-backward as soon as it can, so stage s of P holds at most P - s micro-batches. With v virtual
-stages, each rank runs v pieces of the model in turn: a v-th of the fill, for more that is held.
+the schedule. Output: seconds; what is held is counted in the schedule's own lists. With P ranks, M
+micro-batches, and seconds F, B (of the input's half, where backward is split) and W of the weights'
+half of one micro-batch on one rank, a step of equal stages takes
+
+    gpipe, 1f1b   M (F + B) + (P - 1) (F + B)               Narayanan et al., SC 2021, section 2.2
+    interleaved   M (F + B) + (P - 1) (F + B) / v           the same, v stages per rank
+    zero-bubble   M (F + B + W) + (P - 1) (F + B) - (min(M, P) - 1) min(B, W)
+                  for M >= P and B >= W the (P - 1) (F + B - W) of ZB-H1, Qi et al., ICLR 2024
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
-SCHEDULES = ("gpipe", "1f1b")
+from ir.schedules import SCHEDULES, Held, held_over_time, schedule_order, splits_backward
+
+__all__ = [
+    "SCHEDULES", "StageTime", "bubble_s", "held_batches", "held_pieces", "in_flight", "moments",
+    "least_step_s", "pipeline_step_s", "slowest_s",
+]  # fmt: skip
+
 StageTime = tuple[float, float]  # seconds of one micro-batch's forward and backward on a stage
+
+SETTLED = 4
+"""After so many rounds of P micro-batches a rank has held as much as it ever will."""
+
+
+@lru_cache(maxsize=4096)
+def _moments(
+    schedule: str, rank: int, ranks: int, micro_batches: int, virtual_stages: int
+) -> tuple[tuple[Held, ...], ...]:
+    order = schedule_order(
+        schedule, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual_stages
+    )
+    stages = tuple(range(rank, ranks * virtual_stages, ranks))
+    found = set(held_over_time(order[rank], stages))
+    most = {moment for moment in found if not any(_below(moment, other) for other in found)}
+    return tuple(sorted(most))
+
+
+def _below(one: tuple[Held, ...], other: tuple[Held, ...]) -> bool:
+    """Whether `one` holds nowhere more than `other`, and somewhere less."""
+    pairs = zip(one, other, strict=True)
+    return one != other and all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairs)
+
+
+def moments(
+    schedule: str, rank: int, ranks: int, micro_batches: int, virtual_stages: int = 1
+) -> tuple[tuple[Held, ...], ...]:
+    """What the stages of a rank hold at every moment at which no other one is worse.
+
+    >>> moments("zero-bubble", 1, 3, 8)
+    ((Held(forward=1, weight=1),), (Held(forward=2, weight=1),))
+    """
+    repeats = schedule in ("1f1b", "zero-bubble") or micro_batches % ranks == 0  # equal rounds
+    if schedule != "gpipe" and repeats:
+        micro_batches = min(micro_batches, SETTLED * ranks)
+    return _moments(schedule, rank, ranks, micro_batches, virtual_stages)
+
+
+def held_pieces(
+    schedule: str, rank: int, ranks: int, micro_batches: int, virtual_stages: int = 1
+) -> int:
+    """Of how many micro-batches, counted once per stage, a rank holds something at its peak."""
+    found = moments(schedule, rank, ranks, micro_batches, virtual_stages)
+    return max(sum(held.forward + held.weight for held in moment) for moment in found)
 
 
 def in_flight(stage: int, stages: int, micro_batches: int, schedule: str) -> int:
-    """How many micro-batches' saved tensors a stage holds at its peak.
+    """How many micro-batches' saved tensors a stage holds at its peak, with one stage per rank.
 
     >>> [in_flight(stage, 4, 8, "1f1b") for stage in range(4)]
     [4, 3, 2, 1]
     """
-    return min(micro_batches, stages - stage) if schedule == "1f1b" else micro_batches
+    return held_pieces(schedule, stage, stages, micro_batches)
 
 
 def held_batches(
     stage: int, stages: int, micro_batches: int, schedule: str, virtual_stages: int = 1
 ) -> float:
-    """As `in_flight`, in whole micro-batches, with virtual stages.
+    """As `in_flight`, in whole micro-batches, where only the number of stages per rank is known.
 
     Interleaved 1F1B holds 2 (P - s - 1) + (v - 1) P + 1 pieces (Megatron-LM,
     core/pipeline_parallel/schedules.py).
@@ -38,7 +94,7 @@ def held_batches(
 def slowest_s(times: Sequence[StageTime], schedule: str) -> float:
     """Seconds that every further micro-batch adds to a step.
 
-    GPipe's two phases each go at the pace of their slowest stage; 1F1B has one phase.
+    GPipe's two phases each go at the pace of their slowest stage; the others have one phase.
     """
     if schedule == "gpipe":
         return max(forward for forward, _ in times) + max(backward for _, backward in times)
@@ -46,27 +102,67 @@ def slowest_s(times: Sequence[StageTime], schedule: str) -> float:
 
 
 def pipeline_step_s(
-    times: Sequence[StageTime], micro_batches: int, schedule: str, virtual_stages: int = 1
-) -> float:
-    """(M - 1) slowest + sum over stages of (forward + backward): seconds from first to last.
+    times: Sequence[StageTime], micro_batches: int, schedule: str, virtual_stages: int = 1,
+    weight_s: Sequence[float] = (),
+) -> float:  # fmt: skip
+    """(M - 1) slowest + sum over ranks of (forward + backward): seconds from first to last.
 
-    With v virtual stages the fill, that is the sum less the slowest, takes a v-th of it.
+    `times` are of all stages of a rank together. With v virtual stages the fill, that is the sum
+    less the slowest, takes a v-th of it. `weight_s`: the weights' half of each backward, where the
+    schedule splits it: a rank fills its wait with it.
 
-    GPipe: exact, as two flow shops of identical jobs (also when its stages differ). 1F1B: exact
-    for equal stages (Narayanan et al., SC 2021, section 2.2) and an upper bound whenever the
-    stages differ only by a factor; where forward and backward are unbalanced in opposite ways
-    the true time can be some percent longer.
+    GPipe: exact, as two flow shops of identical jobs (also when its stages differ). The others are
+    exact for equal stages, and 1F1B's an upper bound whenever the stages differ only by a factor;
+    where forward and backward are unbalanced in opposite ways the true time can be some percent
+    longer.
     """
     fill_s = sum(forward + backward for forward, backward in times)
     pace_s = slowest_s(times, schedule)
+    if splits_backward(schedule) and weight_s:
+        saved_s = _filled_s(times, micro_batches, weight_s)
+        return micro_batches * pace_s + max(0.0, fill_s - pace_s - saved_s)
     if virtual_stages > 1:
         return micro_batches * pace_s + max(0.0, fill_s - pace_s) / virtual_stages
     return (micro_batches - 1) * pace_s + fill_s
 
 
-def bubble_s(
-    times: Sequence[StageTime], micro_batches: int, schedule: str, virtual_stages: int = 1
+def least_step_s(
+    pace_s: float, sum_s: float, micro_batches: int, schedule: str, ranks: int,
+    virtual_stages: int = 1, weight_share: float = 0.0,
+) -> float:  # fmt: skip
+    """What a step takes at least when the slowest rank takes `pace_s` and all of them `sum_s` for a
+    micro-batch; `weight_share` of that is the weights' half of backward."""
+    wait_s = max(0.0, sum_s - pace_s) / virtual_stages
+    if splits_backward(schedule):
+        wait_s *= max(0.0, 1 - weight_share * (1 + _rounds(ranks, micro_batches)))
+    return micro_batches * pace_s + wait_s
+
+
+def _rounds(ranks: int, micro_batches: int) -> float:
+    """The part of a zero-bubble fill that has weights' halves to run."""
+    return (min(micro_batches, ranks) - 1) / max(1, ranks - 1)
+
+
+def _filled_s(
+    times: Sequence[StageTime], micro_batches: int, weight_s: Sequence[float]
 ) -> float:
-    """Seconds in which the busiest stage waits."""
+    """What zero-bubble takes off the fill of 1F1B, the slowest rank's left out: the weights' half,
+    which no longer is in the way, and as much of the wait as it can fill."""
+    ranks = len(times)
+    slowest = max(range(ranks), key=lambda r: times[r][0] + times[r][1])
+    rounds = _rounds(ranks, micro_batches)
+    return sum(
+        weight + rounds * min(backward - weight, weight)
+        for r, ((_, backward), weight) in enumerate(zip(times, weight_s, strict=True))
+        if r != slowest
+    )
+
+
+def bubble_s(
+    times: Sequence[StageTime], micro_batches: int, schedule: str, virtual_stages: int = 1,
+    weight_s: Sequence[float] = (),
+) -> float:  # fmt: skip
+    """Seconds in which the busiest rank waits."""
     busy_s = micro_batches * max(forward + backward for forward, backward in times)
-    return pipeline_step_s(times, micro_batches, schedule, virtual_stages) - busy_s
+    step_s = pipeline_step_s(times, micro_batches, schedule, virtual_stages, weight_s)
+    return step_s - busy_s

@@ -22,6 +22,7 @@ from ir.errors import Refused, UsageError
 from ir.graph import BATCH, Graph
 from ir.lower import Degrees
 from ir.plan import Plan, encode, signature
+from ir.schedules import SCHEDULES
 from ir.variants import variants
 from planner.approximations import approximations, divides_something
 from planner.bounds import Bounds
@@ -56,8 +57,9 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Decides how to train `graph` on all devices of `cluster`; deterministic.
 
-    `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("1f1b", "gpipe"),
-    recompute ("none", "selective", "full"). Raises `UsageError` for a request that makes no
+    `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("gpipe", "1f1b",
+    "interleaved", "zero-bubble"), virtual_stages (of a rank, where interleaved), recompute
+    ("none", "selective", "full"). Raises `UsageError` for a request that makes no
     sense, `Refused` when no plan fits or the numbers would change.
     """
     if optimizer not in OPTIMIZER_TENSORS:
@@ -100,7 +102,7 @@ def _check_batch(graph: Graph, global_batch: int) -> None:
 
 @dataclass
 class _Best:
-    """The best plan so far, by step and then by fewer stages and more data ranks."""
+    """The best plan so far, by step, then by fewer stages, more data ranks, a simpler schedule."""
 
     found: Evaluated | None = None
 
@@ -117,10 +119,13 @@ class _Best:
 def _order(item: Evaluated) -> tuple[Any, ...]:
     candidate = item.candidate
     step = float(f"{item.prediction.step_s:.9g}")
-    return (step, candidate.mesh.pipeline, -candidate.mesh.data, candidate.micro_batches)
+    return (
+        step, candidate.mesh.pipeline, -candidate.mesh.data, candidate.micro_batches,
+        candidate.virtual_stages, SCHEDULES.index(candidate.schedule),
+    )  # fmt: skip
 
 
-_Open: TypeAlias = tuple[float, tuple[int, int, int], int, Candidate]
+_Open: TypeAlias = tuple[float, tuple[int, ...], int, Candidate]
 
 
 class _Search:
@@ -160,8 +165,12 @@ class _Search:
     def _quick(self, options: list[Candidate]) -> Iterator[tuple[Candidate, float]]:
         """Candidates with their first bounds, without those that can't fit: where rows do not
         fit on a mesh, more rows do not either."""
-        by_mesh = sorted(options, key=lambda c: (astuple(c.mesh), c.rows))
-        for _, group in groupby(by_mesh, key=lambda c: c.mesh):
+
+        def alike(c: Candidate) -> tuple[Any, ...]:
+            return (astuple(c.mesh), c.virtual_stages, c.schedule)
+
+        ordered = sorted(options, key=lambda c: (alike(c), c.rows))
+        for _, group in groupby(ordered, key=alike):
             for candidate in group:
                 bound_s = self.bounds.quick_s(candidate)
                 if bound_s == inf:
@@ -171,7 +180,10 @@ class _Search:
     def _open(self, candidate: Candidate, bound_s: float, level: int) -> _Open:
         """An entry of the queue; of equal bounds fewer stages and more data ranks come first."""
         mesh = candidate.mesh
-        order = (mesh.pipeline, -mesh.data, candidate.micro_batches)
+        order = (
+            mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.virtual_stages,
+            SCHEDULES.index(candidate.schedule),
+        )  # fmt: skip
         return bound_s, order, level, candidate
 
     def _alone(self, rows: int) -> Pieces:
@@ -216,10 +228,20 @@ class _Search:
                 continue
             if mesh.data > 1 and not self.has_batch:
                 continue
-            yield from candidates(self.pins, mesh, self.work.global_batch, whole_batch=whole_batch)
+            yield from candidates(
+                self.pins, mesh, self.work.global_batch, calls, whole_batch=whole_batch
+            )
 
     def _nothing_to_do(self) -> Refused:
         devices, calls = self.cluster.n_devices, len(self.work.graph.calls)
+        if self.pins.schedule == "interleaved" or (self.pins.virtual_stages or 1) > 1:
+            virtual = self.pins.virtual_stages or 2
+            return Refused(
+                f"the interleaved schedule with virtual_stages={virtual} finds no sizes: it needs "
+                f"at least 2 pipeline ranks, pipeline x {virtual} of the model's {calls} blocks, "
+                "and at least as many micro-batches as ranks, in equal rounds. Try schedule=1f1b, "
+                "a larger global batch, or fewer virtual stages."
+            )
         rows = self.work.global_batch if self.has_batch else 1
         fitting = [d for d in divisors(rows) if d <= devices]
         return Refused(

@@ -87,10 +87,12 @@ def maxima(problem: StageProblem, per_run: Sequence[float]) -> Array:
 
 
 def _relaxed_stage(problem: StageProblem, stage: int) -> Array:
-    runs, in_flight = problem.runs, problem.in_flight(stage)
+    runs = problem.runs
     capacity_bytes = problem.capacity_bytes[stage]
     times = [np.array([p.forward_s + p.backward_s for p in run.points]) for run in runs]
-    held = [[p.persistent_bytes + in_flight * p.saved_bytes for p in run.points] for run in runs]
+    held = [
+        [p.persistent_bytes + problem.held_bytes(stage, p) for p in run.points] for run in runs
+    ]
     sizes = [np.array(run) / capacity_bytes for run in held]
     transient = maxima(problem, [min(p.transient_bytes for p in run.points) for run in runs])
     room = 1.0 - (transient + copies_bytes(problem)) / capacity_bytes
@@ -129,7 +131,7 @@ def _lowered_limit(weight: float, values: Array, cheapest: Callable[[float], Cut
 
     `cheapest(limit)` uses only stages whose value is within the limit.
     """
-    lowest = _least_maximum(values)
+    lowest = least_maximum(values)
     if not np.isfinite(lowest):
         return Cuts(np.inf, ())
 
@@ -164,7 +166,7 @@ def _shortest_path(seconds: Array) -> Cuts:
     return Cuts(float(reached[end]), (0, *reversed(at)))
 
 
-def _least_maximum(values: Array) -> float:
+def least_maximum(values: Array) -> float:
     """The least possible largest value over the stages of any cuts; infinity if there are none."""
     reached = values[0, 0]
     for stage in values[1:]:

@@ -8,6 +8,7 @@ the solver of `planner.stages` minimises.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ir.schedules import Held
 from planner.schedule import SCHEDULES, StageTime, bubble_s, in_flight, pipeline_step_s
 
 
@@ -16,7 +17,8 @@ class Point:
     """One way to run a block: seconds and bytes of one micro-batch on one device.
 
     `saved_bytes` is kept from forward to backward, per micro-batch in flight; `persistent_bytes`
-    (weights, gradients, optimizer state) always; `transient_bytes` while the block runs.
+    (weights, gradients, optimizer state) always; `transient_bytes` while the block runs;
+    `pending_bytes` between the halves of a split backward.
     """
 
     forward_s: float
@@ -25,6 +27,7 @@ class Point:
     persistent_bytes: float
     transient_bytes: float
     label: str = ""
+    pending_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class StageProblem:
     `capacity_bytes`: per stage, what a plan may fill. `send_s`: per boundary of two stages, the
     seconds of a micro-batch's send that are not hidden, there and back; both sides spend them.
     `tied`: (run i, run j, bytes): state of run i that run j reads too; a stage with blocks of j
-    but none of i holds a copy of those bytes.
+    but none of i holds a copy of those bytes. `held`: per stage, what it holds at the moments at
+    which no other one is worse; left out, as many whole micro-batches as the schedule has there.
     """
 
     runs: tuple[Run, ...]
@@ -56,6 +60,7 @@ class StageProblem:
     capacity_bytes: tuple[float, ...]
     send_s: tuple[float, ...] = ()
     tied: tuple[tuple[int, int, float], ...] = ()
+    held: tuple[tuple[Held, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -81,9 +86,22 @@ class StageProblem:
         """Seconds per micro-batch that a stage spends on sends to both its neighbours."""
         return sum(self.send_s[max(stage - 1, 0) : stage + 1])
 
+    def held_at(self, stage: int) -> tuple[Held, ...]:
+        """What the stage holds at its fullest moments."""
+        if self.held:
+            return self.held[stage]
+        return (Held(in_flight(stage, self.stages, self.micro_batches, self.schedule), 0),)
+
     def in_flight(self, stage: int) -> int:
-        """How many micro-batches the stage holds at its peak."""
-        return in_flight(stage, self.stages, self.micro_batches, self.schedule)
+        """Of how many micro-batches the stage holds something at its peak."""
+        return max(held.forward + held.weight for held in self.held_at(stage))
+
+    def held_bytes(self, stage: int, point: Point) -> float:
+        """What a block at a point holds there at most, of all micro-batches."""
+        return max(
+            held.forward * point.saved_bytes + held.weight * point.pending_bytes
+            for held in self.held_at(stage)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +181,8 @@ def stage_memory(problem: StageProblem, stage: int, choices: Sequence[Choice]) -
     points = [(problem.runs[c.run].points[c.point], c.count) for c in choices]
     present = {choice.run for choice in choices}
     copies = sum(size for i, j, size in problem.tied if j in present and i not in present)
-    saved_bytes = sum(count * point.saved_bytes for point, count in points)
     return StageMemory(
         persistent_bytes=sum(n * point.persistent_bytes for point, n in points) + copies,
-        saved_bytes=problem.in_flight(stage) * saved_bytes,
+        saved_bytes=sum(count * problem.held_bytes(stage, point) for point, count in points),
         transient_bytes=max((point.transient_bytes for point, _ in points), default=0.0),
     )

@@ -10,7 +10,8 @@ on stage s at point o, and c[r,s] blocks of run r on stages up to s:
     (4) t* >= t_s = sum_ro n[r,s,o] (forward + backward)[r,o] + sends          the pace
         (GPipe: t* = forward* + backward*, each over its own phase)
     (5) tail >= sum_ro n[r,s,o] (sync + optimizer)[r]                          once per step
-    (6) memory_s = sum_ro n[r,s,o] (persistent + in_flight_s saved)[r,o] + transient_s + copies_s
+    (6) memory_s = sum_ro n[r,s,o] (persistent + held_s)[r,o] + transient_s + copies_s
+        held_s = in_flight_s saved, or the most of several moments where backward is split
         transient_s >= transient[r,o] where run r uses point o on stage s
         copies_s = bytes of each tied pair (i, j) with j on stage s and i not
     (7) memory_s <= capacity_s
@@ -125,11 +126,11 @@ def _minimise_step(program: _Program) -> float:
 def _memory_terms(program: _Program, stage: int) -> list[Term]:
     """Rows (6): memory of a stage in units of its capacity."""
     problem, model = program.problem, program.model
-    capacity_bytes, in_flight = problem.capacity_bytes[stage], problem.in_flight(stage)
+    capacity_bytes = problem.capacity_bytes[stage]
     terms = [
         (size / capacity_bytes, variable)
         for size, variable in program.terms(
-            stage, lambda _r, point: point.persistent_bytes + in_flight * point.saved_bytes
+            stage, lambda _r, point: point.persistent_bytes + problem.held_bytes(stage, point)
         )
     ]
     transient = model.variable(name=f"transient[{stage}]")
@@ -196,7 +197,8 @@ def _unbeaten_points(points: tuple[Point, ...]) -> list[int]:
 
     def costs(point: Point) -> tuple[float, ...]:
         seconds = (point.forward_s, point.backward_s)
-        return (*seconds, point.saved_bytes, point.persistent_bytes, point.transient_bytes)
+        held = (point.saved_bytes, point.pending_bytes)
+        return (*seconds, *held, point.persistent_bytes, point.transient_bytes)
 
     def beats(i: int, j: int) -> bool:
         a, b = costs(points[i]), costs(points[j])

@@ -1,11 +1,13 @@
 """What to say when no stage plan fits the memory.
 
-Input: a `StageProblem` without a solution. Output: which stage lacks how much, and why.
+Input: a `StageProblem` without a solution, or the prediction of a plan that is too large. Output:
+which stage lacks how much, and why.
 """
 
 import numpy as np
 
 from ir.cluster import GIB
+from ir.plan import Prediction
 from planner.stage_cuts import best_cuts, copies_bytes, maxima, sums
 from planner.stage_problem import Choice, StageProblem, stage_memory
 
@@ -24,6 +26,23 @@ def memory_message(problem: StageProblem) -> str:
         f"device with its blocks as small as they get, and {_gib(capacity_bytes)} are usable. "
         f"Largest part: {part} ({_gib(part_bytes)}). "
         f"Try a smaller micro-batch, or sharding over more devices."
+    )
+
+
+def excess_message(prediction: Prediction) -> str:
+    """The fullest rank of a priced plan that does not fit, and its largest part."""
+    rank = max(range(len(prediction.stages)), key=lambda r: prediction.stages[r].peak_bytes)
+    cost = prediction.stages[rank]
+    parts = {
+        "weights": cost.parameter_bytes, "gradients": cost.gradient_bytes,
+        "optimizer state": cost.optimizer_bytes, "kept activations": cost.saved_bytes,
+        "working memory": cost.transient_bytes,
+    }  # fmt: skip
+    name = max(parts, key=lambda part: parts[part])
+    return (
+        f"no plan fits: stage {rank} needs {cost.peak_bytes / GIB:.1f} GiB per device, and "
+        f"{prediction.capacity_bytes / GIB:.1f} GiB are usable. Largest part: {name} "
+        f"({parts[name] / GIB:.1f} GiB). Try a smaller micro-batch, or more devices."
     )
 
 

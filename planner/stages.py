@@ -20,7 +20,7 @@ import numpy as np
 from ir.errors import Refused
 from planner.solver import Infeasible
 from planner.stage_cuts import Array, best_cuts, copies_bytes, relaxed_seconds, tail_seconds
-from planner.stage_problem import Choice, StagePlan, StageProblem, price
+from planner.stage_problem import Choice, Run, StagePlan, StageProblem, price
 from planner.stage_program import solve_program
 from planner.stage_refusal import memory_message
 
@@ -54,7 +54,7 @@ def plan_stages(problem: StageProblem, gap: float = 0.005, time_limit_s: float =
 
 def _search_cuts(problem: StageProblem, gap: float, deadline: float) -> StagePlan | None:
     """The best plan found when no cheaper cuts are left, within the gap or out of time."""
-    costs = _StageCosts.relaxed(problem, gap)
+    costs = StageCosts.relaxed(problem, gap)
     tail, best, bound_s = tail_seconds(problem), None, 0.0
     while cuts := best_cuts(costs.seconds, tail, problem.micro_batches):
         bound_s = max(bound_s, cuts.cost_s)
@@ -79,7 +79,7 @@ def _gap(plan: StagePlan, bound_s: float) -> float:
 
 
 @dataclass(slots=True)
-class _StageCosts:
+class StageCosts:
     """seconds[s,a,b] of every possible stage: a lower bound, or exact where `choices` has it.
 
     A stage that can't fit has infinite seconds, and None for its choices.
@@ -92,8 +92,8 @@ class _StageCosts:
     choices: dict[Stage, tuple[Choice, ...] | None]
 
     @staticmethod
-    def relaxed(problem: StageProblem, gap: float) -> "_StageCosts":
-        return _StageCosts(problem, gap, relaxed_seconds(problem), copies_bytes(problem), {})
+    def relaxed(problem: StageProblem, gap: float) -> "StageCosts":
+        return StageCosts(problem, gap, relaxed_seconds(problem), copies_bytes(problem), {})
 
     def make_exact(self, stages: list[Stage]) -> bool:
         """Solve the stages that are not solved yet; whether there were any."""
@@ -112,7 +112,7 @@ class _StageCosts:
         except Infeasible:
             pass
         else:
-            seconds = bound_s / alone.micro_batches + self.problem.exposed_send_s(s)
+            seconds = bound_s + self.problem.exposed_send_s(s)
             choices = tuple(replace(c, run=c.run + first_run) for c in assignment[0])
         for first in self._same_blocks(a, b):
             same = (s, first, first + b - a)
@@ -124,12 +124,18 @@ class _StageCosts:
         s, a, b = stage
         inside = self.problem.block_runs[a:b]
         runs = tuple(
-            replace(self.problem.runs[r], count=inside.count(r), sync_s=0.0, optimizer_s=0.0)
-            for r in sorted(set(inside))
+            self._held(s, self.problem.runs[r], inside.count(r)) for r in sorted(set(inside))
         )
         room_bytes = max(self.problem.capacity_bytes[s] - float(self.copies[a, b]), 1.0)
-        held = self.problem.in_flight(s)
-        return StageProblem(runs, 1, held, "gpipe", (room_bytes,)), inside[0]
+        return StageProblem(runs, 1, 1, "gpipe", (room_bytes,)), inside[0]
+
+    def _held(self, stage: int, run: Run, count: int) -> Run:
+        """Some blocks of a run, with what they keep of all micro-batches as if of one."""
+        points = tuple(
+            replace(point, saved_bytes=self.problem.held_bytes(stage, point), pending_bytes=0.0)
+            for point in run.points
+        )
+        return replace(run, count=count, points=points, sync_s=0.0, optimizer_s=0.0)
 
     def _same_blocks(self, a: int, b: int) -> Iterator[int]:
         """First blocks of the stages with the same blocks as a..b-1: shifts within one run."""

@@ -1,6 +1,7 @@
 """From accumulated gradients to what the optimizer sees: synchronise, measure, clip.
 
-Synchronising runs each entry's table of collectives, then sums tied parameters over their stages.
+Synchronising runs each entry's table of collectives, then sums tied parameters over the
+pipeline ranks that hold them.
 Every logical parameter counts once in the norm: pieces are summed over the axes that cut them,
 replicas and tied copies are left out. The norm is the same number, bit for bit, on every rank.
 """
@@ -13,7 +14,7 @@ from runtime.collectives import all_gather, all_reduce, reduce_scatter, shard
 from runtime.errors import UsageError
 from runtime.layout import StateEntry, Sync
 from runtime.mesh import Mesh
-from runtime.state import StageGroups, State
+from runtime.state import SharingGroups, State
 
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -37,7 +38,7 @@ def synchronise(x: torch.Tensor, steps: Sequence[Sync], mesh: Mesh) -> torch.Ten
 
 
 def synchronised_gradients(
-    state: State, mesh: Mesh, groups: StageGroups
+    state: State, mesh: Mesh, groups: SharingGroups
 ) -> tuple[torch.Tensor | None, ...]:
     """Per state entry the gradient in the parameter's layout, or None where it has none here.
 
@@ -52,8 +53,8 @@ def synchronised_gradients(
             gradients.append(None)
             continue
         gradient = synchronise(accumulator, entry.sync, mesh)
-        if len(entry.stages) > 1:
-            gradient = groups[tuple(sorted(entry.stages))].all_reduce(gradient, "sum")
+        if len(entry.ranks) > 1:
+            gradient = groups[entry.ranks].all_reduce(gradient, "sum")
         _check_shape(entry, gradient, tensor)
         same = gradient.shape == accumulator.shape
         gradients.append(accumulator.copy_(gradient) if same else gradient)
@@ -75,7 +76,7 @@ def global_norm(
     """The 2-norm over all logical parameters, a float64 scalar, the same on every rank."""
     squares: dict[tuple[str, ...], torch.Tensor] = {}
     for entry, gradient in zip(state.entries, gradients, strict=True):
-        if gradient is None or mesh.pipeline.index != min(entry.stages):
+        if gradient is None or mesh.pipeline.index != entry.ranks[0]:
             continue
         axes = tuple(sorted({cutting.axis for cutting in entry.shards}))
         before = squares.get(axes, torch.zeros((), dtype=torch.float64, device=device))

@@ -14,8 +14,9 @@ import torch
 
 from runtime.errors import LayoutError
 from runtime.mesh import AXES, MeshShape
+from runtime.schedule import Order, homes, read_order
 
-FORMAT = "shardwright-layout/1"
+FORMAT = "shardwright-layout/2"
 Item = TypeVar("Item")
 
 
@@ -40,10 +41,14 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A value that a stage's forward gives per micro-batch: the loss, a metric, a buffer update."""
+    """A value that a stage's forward gives per micro-batch: the loss, a metric, a buffer update.
+
+    `rank`: the stage's pipeline rank.
+    """
 
     name: str
     stage: int
+    rank: int
     value: str
     reduce: str  # "sum" over the micro-batches | "keep" the last one
     sync: tuple[Sync, ...]
@@ -51,7 +56,10 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One parameter, buffer or constant; tied names are one entry."""
+    """One parameter, buffer or constant; tied names are one entry.
+
+    `ranks`: the pipeline ranks of the `stages` that hold it; stages of one rank share one tensor.
+    """
 
     names: tuple[str, ...]
     kind: str  # "parameter" | "buffer" | "constant"
@@ -60,6 +68,7 @@ class StateEntry:
     trainable: bool
     shards: tuple[Shard, ...]
     stages: tuple[int, ...]
+    ranks: tuple[int, ...]
     gradient_shards: tuple[Shard, ...]
     sync: tuple[Sync, ...]
     update: Scalar | None
@@ -102,11 +111,13 @@ class StageLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The whole layout.json."""
+    """The whole layout.json. `order`: what each pipeline rank computes; `homes`: of each stage its
+    pipeline rank."""
 
     plan: str
     mesh: MeshShape
-    schedule: str
+    order: Order
+    homes: tuple[int, ...]
     micro_batches: int
     global_batch: int
     state: tuple[StateEntry, ...]
@@ -139,18 +150,23 @@ def parse_layout(table: Any) -> Layout:
             "Emit the program again with the version that is installed."
         )
     root = _Table(table, "layout.json")
-    mesh = root.table("mesh")
+    mesh, micro_batches = root.table("mesh"), root.count("micro_batches")
+    stages = root.items("stages", _stage)
+    rows = root.table("schedule").sequence("order", str)
+    order = read_order(rows, stages=len(stages), micro_batches=micro_batches)
+    ranks = homes(order)
     layout = Layout(
         plan=root.text("plan"),
         mesh=MeshShape(*(mesh.count(axis) for axis in AXES)),
-        schedule=root.one_of("schedule", ("gpipe", "1f1b")),
-        micro_batches=root.count("micro_batches"),
+        order=order,
+        homes=ranks,
+        micro_batches=micro_batches,
         global_batch=root.count("global_batch"),
-        state=root.items("state", _state_entry),
+        state=root.items("state", lambda t: _state_entry(t, ranks)),
         inputs=root.items("inputs", _input),
-        stages=root.items("stages", _stage),
-        loss=_scalar(root.table("loss"), "loss"),
-        metrics=root.items("metrics", lambda t: _scalar(t, t.text("name"))),
+        stages=stages,
+        loss=_scalar(root.table("loss"), "loss", ranks),
+        metrics=root.items("metrics", lambda t: _scalar(t, t.text("name"), ranks)),
     )
     _check_references(layout)
     return layout
@@ -159,8 +175,11 @@ def parse_layout(table: Any) -> Layout:
 def _check_references(layout: Layout) -> None:
     """The numbers and names that one table uses of another exist there."""
     stages, entries = len(layout.stages), len(layout.state)
-    if stages != layout.mesh.pipeline:
-        raise LayoutError(f"layout.json has {stages} stages for pipeline={layout.mesh.pipeline}.")
+    if len(layout.order) != layout.mesh.pipeline:
+        raise LayoutError(
+            f"layout.json has an order for {len(layout.order)} ranks and {stages} stages for "
+            f"pipeline={layout.mesh.pipeline}."
+        )
     for number, stage in enumerate(layout.stages):
         for entry in weight_indices(stage.weights):
             if not 0 <= entry < entries or number not in layout.state[entry].stages:
@@ -201,8 +220,8 @@ def weight_indices(tree: Any) -> list[int]:
     raise LayoutError(f'layout.json: "weights" holds {tree!r}, no number of an entry.')
 
 
-def _state_entry(t: "_Table") -> StateEntry:
-    names = tuple(t.sequence("names", str))
+def _state_entry(t: "_Table", ranks: Sequence[int]) -> StateEntry:
+    names, stages = tuple(t.sequence("names", str)), tuple(t.sequence("stages", int))
     update = t.table("update") if t.get("update") is not None else None
     return StateEntry(
         names=names,
@@ -211,10 +230,11 @@ def _state_entry(t: "_Table") -> StateEntry:
         dtype=t.dtype("dtype"),
         trainable=t.value("trainable", bool),
         shards=t.items("shards", _shard),
-        stages=tuple(t.sequence("stages", int)),
+        stages=stages,
+        ranks=tuple(sorted({_rank_of(stage, ranks, t) for stage in stages})),
         gradient_shards=t.items("gradient_shards", _shard),
         sync=t.items("sync", _sync),
-        update=_scalar(update, names[0]) if update else None,
+        update=_scalar(update, names[0], ranks) if update else None,
     )
 
 
@@ -230,9 +250,16 @@ def _sync(t: "_Table") -> Sync:
     return Sync(op, axis, t.value("dim", int), t.count("outer"))
 
 
-def _scalar(t: "_Table", name: str) -> Scalar:
-    reduce = t.one_of("reduce", ("sum", "keep"))
-    return Scalar(name, t.value("stage", int), t.text("value"), reduce, t.items("sync", _sync))
+def _scalar(t: "_Table", name: str, ranks: Sequence[int]) -> Scalar:
+    stage, reduce = t.value("stage", int), t.one_of("reduce", ("sum", "keep"))
+    rank = _rank_of(stage, ranks, t)
+    return Scalar(name, stage, rank, t.text("value"), reduce, t.items("sync", _sync))
+
+
+def _rank_of(stage: int, ranks: Sequence[int], t: "_Table") -> int:
+    if not 0 <= stage < len(ranks):
+        raise LayoutError(f"{t.place} is on stage {stage}, and there are {len(ranks)} stages.")
+    return ranks[stage]
 
 
 def _input(t: "_Table") -> Input:

@@ -5,7 +5,6 @@ one rank's `Mesh`, whose axes carry the groups that collectives run on.
 rank = (pipeline_index * data + data_index) * tensor + tensor_index.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -63,11 +62,6 @@ class MeshShape:
         stride = {"pipeline": self.data * self.tensor, "data": self.tensor, "tensor": 1}[axis]
         size, index = getattr(self, axis), getattr(here, axis)
         return tuple(rank + (i - index) * stride for i in range(size))
-
-    def stage_line(self, rank: int, stages: Sequence[int]) -> tuple[int, ...]:
-        """The ranks of these pipeline stages with the data and tensor index of `rank`."""
-        line = self.line(rank, "pipeline")
-        return tuple(line[stage] for stage in stages)
 
 
 @dataclass(frozen=True, slots=True)

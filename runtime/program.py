@@ -3,6 +3,11 @@
 - prologue(ctx, w, x) -> namespace       once per step, with all of this data rank's rows
 - forward(ctx, w, x) -> (y, saved)       once per micro-batch
 - backward(ctx, w, g, saved, dy) -> dx   once per micro-batch; adds into g in place
+
+or, where the schedule runs the two halves of a backward apart,
+
+- backward_input(ctx, w, g, saved, dy) -> (dx, pending)
+- backward_weight(ctx, w, g, pending)
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +24,13 @@ from runtime.random import Where, mix_key
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The functions of one pipeline stage."""
+    """The functions of one pipeline stage; the backward is one function or two halves."""
 
     forward: Callable[..., tuple[SimpleNamespace, Any]]
-    backward: Callable[..., SimpleNamespace]
+    backward: Callable[..., SimpleNamespace] | None = None
     prologue: Callable[..., SimpleNamespace] | None = None
+    backward_input: Callable[..., tuple[SimpleNamespace, Any]] | None = None
+    backward_weight: Callable[..., None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,19 @@
 """Finds state whose copies on different ranks have drifted apart.
 
 Copies are compared bit by bit with the copy at index 0 of each axis that does not cut the entry,
-and over the stages that hold it. Equal along every axis means equal everywhere.
+and over the pipeline ranks that hold it. Equal along every axis means equal everywhere.
 """
 
 import torch
 
 from runtime.layout import StateEntry
 from runtime.mesh import Mesh
-from runtime.state import StageGroups, State
+from runtime.state import SharingGroups, State
 from runtime.transport import Group
 
 
 def differing_entries(
-    state: State, mesh: Mesh, groups: StageGroups, device: torch.device
+    state: State, mesh: Mesh, groups: SharingGroups, device: torch.device
 ) -> list[str]:
     """First names of the parameters and buffers that differ somewhere; the same on every rank."""
     flags = torch.zeros(len(state.entries), dtype=torch.int64, device=device)
@@ -27,12 +27,11 @@ def differing_entries(
     return [state.entries[number].names[0] for number in flags.nonzero().flatten().tolist()]
 
 
-def _replica_groups(entry: StateEntry, mesh: Mesh, groups: StageGroups) -> list[Group]:
+def _replica_groups(entry: StateEntry, mesh: Mesh, groups: SharingGroups) -> list[Group]:
     cut_axes = {cutting.axis for cutting in entry.shards}
     axes = [axis for axis in (mesh.data, mesh.tensor) if axis.name not in cut_axes]
     found = [axis.group for axis in axes if axis.group is not None]
-    stages = tuple(sorted(entry.stages))
-    return [*found, groups[stages]] if len(stages) > 1 else found
+    return [*found, groups[entry.ranks]] if len(entry.ranks) > 1 else found
 
 
 def _differs(tensor: torch.Tensor, group: Group) -> bool:

@@ -2,7 +2,7 @@
 
 Each is added up (or its last value kept) over the micro-batches of the stage that makes it, then
 synchronised over that stage's ranks, then told to all that need it: scalars to every rank, updates
-to every stage that holds the buffer.
+to every rank that holds the buffer.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from runtime.errors import UsageError
 from runtime.gradients import synchronise
 from runtime.layout import Scalar
 from runtime.mesh import Mesh
-from runtime.state import StageGroups, State, sharing_stages
+from runtime.state import SharingGroups, State, sharing_ranks
 
 SCALAR_DTYPES = (
     torch.float32,
@@ -28,15 +28,15 @@ SCALAR_DTYPES = (
 
 
 class Results:
-    """Collects the named results of one stage over the micro-batches of a step."""
+    """Collects the named results of a rank's stages over the micro-batches of a step."""
 
     def __init__(self, wanted: Sequence[Scalar]) -> None:
         self._wanted = wanted
         self._totals: dict[Scalar, torch.Tensor] = {}
 
-    def add(self, y: SimpleNamespace) -> None:
-        """Takes in what the forward of the next micro-batch returned."""
-        for scalar in self._wanted:
+    def add(self, stage: int, y: SimpleNamespace) -> None:
+        """Takes in what a stage's forward of the next micro-batch returned."""
+        for scalar in (scalar for scalar in self._wanted if scalar.stage == stage):
             value = getattr(y, scalar.value, None)
             if value is None:
                 raise UsageError(
@@ -67,7 +67,7 @@ class Announcer:
         mine = {
             number: self._as_scalar(scalar, results.total(scalar, self._mesh))
             for number, scalar in enumerate(self._scalars)
-            if scalar.stage == here
+            if scalar.rank == here
         }
         if self._mesh.pipeline.group is None:
             return list(mine.values())
@@ -85,10 +85,10 @@ class Announcer:
         return [SCALAR_DTYPES[int(code)] for code in self._spread(codes)]
 
     def _spread(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """From each stage's row the entries that the stage makes."""
+        """From each rank's row the entries that the rank makes."""
         assert self._mesh.pipeline.group is not None
         rows = self._mesh.pipeline.group.all_gather(row)
-        return [rows[scalar.stage][number] for number, scalar in enumerate(self._scalars)]
+        return [rows[scalar.rank][number] for number, scalar in enumerate(self._scalars)]
 
     def _as_scalar(self, scalar: Scalar, value: torch.Tensor) -> torch.Tensor:
         if value.numel() != 1 or value.dtype not in SCALAR_DTYPES:
@@ -100,26 +100,26 @@ class Announcer:
 
 
 def new_buffers(
-    results: Results, state: State, mesh: Mesh, groups: StageGroups
+    results: Results, state: State, mesh: Mesh, groups: SharingGroups
 ) -> tuple[torch.Tensor | None, ...]:
     """Per state entry the buffer's new value in its own layout, where this rank holds one."""
     here = mesh.pipeline.index
     updates: list[torch.Tensor | None] = []
     for entry, tensor in zip(state.entries, state.tensors, strict=True):
-        stages = sharing_stages(entry)
-        if entry.update is None or here not in stages:
+        ranks = sharing_ranks(entry)
+        if entry.update is None or here not in ranks:
             updates.append(None)
             continue
         update = None
-        if here == entry.update.stage:
+        if here == entry.update.rank:
             update = results.total(entry.update, mesh).to(entry.dtype)
-        if len(stages) > 1:
+        if len(ranks) > 1:
             given = update if update is not None else torch.empty_like(_held(tensor))
-            update = groups[stages].broadcast(given, stages.index(entry.update.stage))
+            update = groups[ranks].broadcast(given, ranks.index(entry.update.rank))
         updates.append(update if tensor is not None else None)
     return tuple(updates)
 
 
 def _held(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None  # a stage shares an entry because it holds it or updates it
+    assert tensor is not None  # a rank shares an entry because it holds it or updates it
     return tensor

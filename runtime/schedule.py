@@ -1,69 +1,77 @@
-"""Pipeline schedules as static lists of instructions, one list per stage.
+"""A rank's part of a step as a static list of instructions.
 
-Input: the schedule's name, the stage, the number of micro-batches and the transfers between stages.
-Output: what the stage does, in order. Both schedules run forwards and backwards each in micro-batch
-order, so the tensors of one channel leave and arrive in one order and never need a tag.
-
-gpipe  all forwards, then all backwards; up to M micro-batches in flight.
-1f1b   min(M, P - 1 - s) forwards, then one forward and one backward in turn, then the remaining
-       backwards; at most min(M, P - s) in flight (Narayanan et al., PipeDream-Flush, 2021).
+Input: the order of computations, which the layout carries (`2F5`: stage 2, forward, micro-batch 5),
+and the transfers between stages. Output: what a rank does, in order: each computation takes what it
+needs before and sends what it made after. Every stage runs its micro-batches in order.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from runtime.errors import UsageError
+from runtime.errors import LayoutError
+
+COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Message(NamedTuple):
+    """A value of a micro-batch on its way from stage `source` to stage `target`.
+
+    `is_gradient`: the gradient of a value that went the other way.
+    """
+
+    value: str
+    source: int
+    target: int
+    micro: int
+    is_gradient: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Take a value of a micro-batch from another stage."""
+    """Take a value that another stage's forward made, or the gradient of one that was sent."""
 
-    micro: int
-    value: str
-    peer: int
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """Run the stage's forward."""
-
-    micro: int
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Hand a value that the forward made to another stage."""
+    """Hand on a value that the forward made, or the gradient of one that was received."""
 
-    micro: int
-    value: str
-    peer: int
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
-class ReceiveGradient:
-    """Take the gradient of a sent value from the stage that it was sent to."""
+class Forward:
+    """Run a stage's forward."""
 
+    stage: int
     micro: int
-    value: str
-    peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run the stage's backward, which adds to the gradient accumulators."""
+    """Run a stage's backward, which adds to the gradient accumulators."""
 
+    stage: int
     micro: int
 
 
 @dataclass(frozen=True, slots=True)
-class SendGradient:
-    """Hand the gradient of a received value to the stage that it came from."""
+class BackwardInput:
+    """Run the half of a stage's backward that gives the gradients of what it received."""
 
+    stage: int
     micro: int
-    value: str
-    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """Run the other half, which adds to the gradient accumulators."""
+
+    stage: int
+    micro: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +84,15 @@ class Step:
     """Clip, run the optimizer and write the buffers."""
 
 
-Instruction: TypeAlias = (
-    Receive | Forward | Send | ReceiveGradient | Backward | SendGradient | Reduce | Step
-)
+Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
+Instruction: TypeAlias = Receive | Send | Compute | Reduce | Step
+Order: TypeAlias = tuple[tuple[Compute, ...], ...]
+KINDS: dict[str, type[Compute]] = {
+    "F": Forward,
+    "B": Backward,
+    "I": BackwardInput,
+    "W": BackwardWeight,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,39 +105,79 @@ class Link:
     gradient: bool
 
 
-def order(
-    schedule: str, stage: int, *, stages: int, micro_batches: int
-) -> Iterator[Forward | Backward]:
-    """The forwards and backwards of one stage."""
-    match schedule:
-        case "gpipe":
-            warmup = micro_batches
-        case "1f1b":
-            warmup = min(micro_batches, stages - 1 - stage)
-        case _:
-            raise UsageError(f'unknown schedule "{schedule}"; there are "gpipe" and "1f1b".')
-    yield from map(Forward, range(warmup))
-    for micro in range(warmup, micro_batches):
-        yield Forward(micro)
-        yield Backward(micro - warmup)
-    yield from map(Backward, range(micro_batches - warmup, micro_batches))
+def read_order(rows: Sequence[str], *, stages: int, micro_batches: int) -> Order:
+    """The computations of each pipeline rank, from words such as 2F5.
+
+    `LayoutError` if a word makes no sense, or a stage does not run every micro-batch once, in
+    order, on one rank.
+    """
+    order = tuple(tuple(_compute(word) for word in row.split()) for row in rows)
+    homes: dict[int, int] = {}
+    for rank, actions in enumerate(order):
+        for stage in {action.stage for action in actions}:
+            if stage >= stages or homes.setdefault(stage, rank) != rank:
+                raise LayoutError(f"layout.json: rank {rank} can't run stage {stage} too.")
+    for stage in range(stages):
+        mine = [a for a in order[homes[stage]] if a.stage == stage] if stage in homes else []
+        _check_stage(stage, mine, micro_batches)
+    return order
 
 
-def instructions(
-    schedule: str, stage: int, *, stages: int, micro_batches: int, links: Sequence[Link]
-) -> tuple[Instruction, ...]:
-    """Everything that one stage does in a step."""
-    steps: list[Instruction] = []
-    coming = [link for link in links if link.target == stage]
-    going = [link for link in links if link.source == stage]
-    for action in order(schedule, stage, stages=stages, micro_batches=micro_batches):
+def _compute(word: str) -> Compute:
+    match = COMPUTE.fullmatch(word)
+    if match is None:
+        raise LayoutError(f'layout.json: the order holds "{word}", which is not like 2F5.')
+    return KINDS[match[2]](int(match[1]), int(match[3]))
+
+
+def _check_stage(stage: int, actions: Sequence[Compute], micro_batches: int) -> None:
+    """A stage runs forwards, and backwards or both halves of them, each after what it needs."""
+    rows: dict[type[Compute], list[int]] = {kind: [] for kind in KINDS.values()}
+    for action in actions:
+        rows[type(action)].append(action.micro)
+        chain = [len(rows[Forward]), len(rows[BackwardInput]), len(rows[BackwardWeight])]
+        if len(rows[Backward]) > chain[0] or sorted(chain, reverse=True) != chain:
+            raise LayoutError(f"layout.json: stage {stage} runs {action} before what it needs.")
+    every: list[int] = list(range(micro_batches))
+    if list(rows.values()) not in ([every, every, [], []], [every, [], every, every]):
+        raise LayoutError(
+            f"layout.json: stage {stage} must run each of {micro_batches} micro-batches forward "
+            "and backward once, in order; emit the program again."
+        )
+
+
+def homes(order: Order) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    found = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
+    return tuple(found[stage] for stage in sorted(found))
+
+
+def instructions(actions: Sequence[Compute], links: Sequence[Link]) -> tuple[Instruction, ...]:
+    """Everything that one rank does in a step."""
+    return (*_steps(actions, links), Reduce(), Step())
+
+
+def _steps(actions: Sequence[Compute], links: Sequence[Link]) -> Iterator[Instruction]:
+    for action in actions:
+        stage, micro = action.stage, action.micro
+        coming = [link for link in links if link.target == stage]
+        going = [link for link in links if link.source == stage]
         match action:
-            case Forward(micro):
-                steps += [Receive(micro, k.value, k.source) for k in coming]
-                steps.append(action)
-                steps += [Send(micro, k.value, k.target) for k in going]
-            case Backward(micro):
-                steps += [ReceiveGradient(micro, k.value, k.target) for k in going if k.gradient]
-                steps.append(action)
-                steps += [SendGradient(micro, k.value, k.source) for k in coming if k.gradient]
-    return (*steps, Reduce(), Step())
+            case Forward():
+                yield from (Receive(_there(link, micro)) for link in coming)
+                yield action
+                yield from (Send(_there(link, micro)) for link in going)
+            case Backward() | BackwardInput():
+                yield from (Receive(_back(link, micro)) for link in going if link.gradient)
+                yield action
+                yield from (Send(_back(link, micro)) for link in coming if link.gradient)
+            case BackwardWeight():
+                yield action
+
+
+def _there(link: Link, micro: int) -> Message:
+    return Message(link.value, link.source, link.target, micro, False)
+
+
+def _back(link: Link, micro: int) -> Message:
+    return Message(link.value, link.target, link.source, micro, True)

@@ -1,8 +1,8 @@
 """One rank's parameters, buffers and constants: cut from the user's model and put together again.
 
 Input: the layout's state table and a model whose tensors are all there. Output: `State`, which
-holds this rank's local tensor and gradient accumulator per entry (None where the rank's stage has
-none). `full_tensor` is the way back: every rank gets the whole tensor.
+holds this rank's local tensor and gradient accumulator per entry (None where none of the rank's
+stages has it). `full_tensor` is the way back: every rank gets the whole tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from runtime.layout import Layout, Shard, StateEntry
 from runtime.mesh import Mesh
 from runtime.transport import Group, Transport
 
-StageGroups = Mapping[tuple[int, ...], Group]
+SharingGroups = Mapping[tuple[int, ...], Group]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ def build_state(
         "buffer": dict(model.named_buffers(remove_duplicate=False)),
         "constant": dict(constants),
     }
-    stage = mesh.pipeline.index
+    here = mesh.pipeline.index
     tensors: list[torch.Tensor | None] = []
     accumulators: list[torch.Tensor | None] = []
     for entry in layout.state:
         full = find_tensor(entry, available[entry.kind])
-        held = stage in entry.stages
+        held = here in entry.ranks
         tensors.append(cut_shards(full.detach(), entry.shards, mesh, device) if held else None)
         accumulators.append(
             torch.zeros(local_shape(entry, mesh), dtype=entry.dtype, device=device)
@@ -116,24 +116,25 @@ def local_shape(entry: StateEntry, mesh: Mesh) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def stage_groups(layout: Layout, mesh: Mesh, transport: Transport) -> StageGroups:
-    """The groups over sets of stages that share state: tied parameters, buffers that change.
+def sharing_groups(layout: Layout, mesh: Mesh, transport: Transport) -> SharingGroups:
+    """The groups over pipeline ranks that share state: tied parameters, buffers that change.
 
     Collective: all ranks build them at the same time.
     """
-    wanted = {stages for entry in layout.state if len(stages := sharing_stages(entry)) > 1}
-    stage = mesh.pipeline.index
+    wanted = {ranks for entry in layout.state if len(ranks := sharing_ranks(entry)) > 1}
+    here = mesh.pipeline.index
+    line = mesh.shape.line(mesh.rank, "pipeline")
     return {
-        stages: transport.group(mesh.shape.stage_line(mesh.rank, stages))
-        for stages in sorted(wanted)
-        if stage in stages
+        ranks: transport.group(tuple(line[rank] for rank in ranks))
+        for ranks in sorted(wanted)
+        if here in ranks
     }
 
 
-def sharing_stages(entry: StateEntry) -> tuple[int, ...]:
-    """The stages that hold an entry or make its update, in order."""
-    updating = {entry.update.stage} if entry.update else set()
-    return tuple(sorted({*entry.stages, *updating}))
+def sharing_ranks(entry: StateEntry) -> tuple[int, ...]:
+    """The pipeline ranks that hold an entry or make its update, in order."""
+    updating = {entry.update.rank} if entry.update else set()
+    return tuple(sorted({*entry.ranks, *updating}))
 
 
 def full_tensor(
@@ -141,14 +142,14 @@ def full_tensor(
 ) -> torch.Tensor:
     """The whole tensor on every rank, from the local tensors of the ranks that hold the entry.
 
-    Collective over the whole mesh: also the stages without the entry call it, with None.
+    Collective over the whole mesh: also the ranks without the entry call it, with None.
     """
-    if mesh.pipeline.index == entry.stages[0] and local is not None:
+    if mesh.pipeline.index == entry.ranks[0] and local is not None:
         full = local
         for cutting in reversed(entry.shards):
             full = all_gather(full, mesh.axis(cutting.axis), cutting.dim, cutting.outer)
     else:
         full = torch.empty(entry.shape, dtype=entry.dtype, device=device)
     if mesh.pipeline.group is not None:
-        return mesh.pipeline.group.broadcast(full, entry.stages[0])
+        return mesh.pipeline.group.broadcast(full, entry.ranks[0])
     return full.clone() if full is local else full

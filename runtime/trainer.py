@@ -23,7 +23,7 @@ from runtime.optimizers import LocalOptimizer
 from runtime.processes import connect_processes
 from runtime.program import Context
 from runtime.replicas import differing_entries
-from runtime.state import build_state, full_tensor, stage_groups
+from runtime.state import build_state, full_tensor, sharing_groups
 from runtime.threads import ThreadTransport, World
 from runtime.transport import Transport
 
@@ -54,10 +54,10 @@ class Trainer:
         self.steps_done = 0
         self.metrics: dict[str, torch.Tensor] = {}
         self.gradient_norm: torch.Tensor | None = None  # of the last step; None without clipping
-        if len(program.STAGES) != self.mesh.pipeline.size:
+        if len(program.STAGES) != len(self.layout.stages):
             raise UsageError(
                 f"program.py has {len(program.STAGES)} stages and layout.json "
-                f"{self.mesh.pipeline.size}; they don't belong together. Emit the program again."
+                f"{len(self.layout.stages)}; they don't belong together. Emit the program again."
             )
         if clip_norm is not None and clip_norm <= 0:
             raise UsageError(f"clip_norm is {clip_norm}; give a positive norm, or None.")
@@ -65,10 +65,10 @@ class Trainer:
         self.state = build_state(
             self.layout, model, self.mesh, device=self.device, constants=constants
         )
-        self._groups = stage_groups(self.layout, self.mesh, transport)
+        self._groups = sharing_groups(self.layout, self.mesh, transport)
         self._executor = Executor(
             self.layout,
-            program.STAGES[self.mesh.pipeline.index],
+            program.STAGES,
             self.state,
             mesh=self.mesh,
             transport=transport,

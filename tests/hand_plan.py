@@ -51,14 +51,15 @@ def even_stages(graph: Graph, pipeline: int, keep: str = "none") -> tuple[tuple[
 def hand_plan(
     graph: Graph, degrees: Degrees, kinds: Sequence[Variant], shardings: Sequence[Sharding],
     keeps: Sequence[Keeps], stages: Sequence[tuple[Placed, ...]], *, schedule: str = "1f1b",
+    virtual_stages: int = 1,
 ) -> Plan:  # fmt: skip
     """These decisions as a `Plan` for as many local devices as they need."""
-    mesh = Mesh(len(stages), degrees.data, degrees.tensor)
+    mesh = Mesh(len(stages) // virtual_stages, degrees.data, degrees.tensor)
     blocks = tuple(
         encode(kind, sharding, dict(keep))
         for kind, sharding, keep in zip(kinds, shardings, keeps, strict=True)
     )
-    prediction = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1, (NO_COST,) * len(stages))
+    prediction = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1, (NO_COST,) * mesh.pipeline)
     return Plan(
         graph.model, signature(graph), Cluster.local(mesh.size, memory_GiB=1), mesh, schedule,
         degrees.micro_batches, degrees.batch, "adamw", blocks, tuple(stages), prediction,

@@ -66,6 +66,16 @@ def test_plan_prints_saves_and_reads_back(command, model, tmp_path):
     assert out.strip() == str(saved).strip()
 
 
+def test_plan_writes_the_timeline_of_a_step(command, model, tmp_path):
+    file = tmp_path / "trace.json"
+    asked = ("plan", model, "--cluster", "local:2", "--pin", "pipeline=2", "--trace", file)
+    assert command(*asked)[0] == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
+    assert "perfetto" in command("plan", "--help")[1]
+    assert command(*asked[:-1], tmp_path / "nowhere" / "trace.json")[0] == 2
+
+
 def test_plan_as_json_is_the_plan_file(command, model, tmp_path):
     file = tmp_path / "plan.json"
     code, out, _ = command("plan", model, "--cluster", "local:2", "--out", file, "--json")

@@ -87,7 +87,7 @@ def transformer() -> tuple[Graph, Plan]:
     return graph, hand_plan(graph, degrees, kinds, shardings, keeps, even_stages(graph, 1))
 
 
-def skip() -> tuple[Graph, Plan]:
+def skip(pipeline: int = 3, schedule: str = "gpipe") -> tuple[Graph, Plan]:
     """Three stages, two micro-batches, nothing cut on the tensor axis."""
     torch.manual_seed(0)
     graph = trace(Skip(), (torch.zeros(4, 4, 7),))
@@ -95,11 +95,16 @@ def skip() -> tuple[Graph, Plan]:
     batch_flow, kinds = kinds_of(graph)
     shardings = whole_shardings(kinds)
     lowered = lower_all(graph, batch_flow, kinds, shardings, degrees)
-    keeps, stages = keep_all(graph, kinds, lowered), even_stages(graph, 3)
-    return graph, hand_plan(graph, degrees, kinds, shardings, keeps, stages, schedule="gpipe")
+    keeps, stages = keep_all(graph, kinds, lowered), even_stages(graph, pipeline)
+    return graph, hand_plan(graph, degrees, kinds, shardings, keeps, stages, schedule=schedule)
 
 
-PLANS = {"transformer": transformer, "skip": skip}
+def halves() -> tuple[Graph, Plan]:
+    """Two stages whose backward is in two halves."""
+    return skip(2, "zero-bubble")
+
+
+PLANS = {"transformer": transformer, "skip": skip, "halves": halves}
 
 
 def _greedy(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 ALLOWED = {"torch", "types", "runtime", "runtime.collectives", "runtime.program", "runtime.random"}
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-PASSED = {"ctx", "w", "g", "mesh", "early", "call", "saved"}
+PASSED = {"ctx", "w", "g", "mesh", "early", "call", "saved", "pending"}
 
 
 def functions(text: str) -> dict[str, ast.FunctionDef]:

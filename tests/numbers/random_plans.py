@@ -12,6 +12,7 @@ from ir.layout import Placement
 from ir.lower import Degrees, Lowered, Sharding
 from ir.plan import Placed, Plan
 from ir.reshard import possible
+from ir.schedules import fits_rounds
 from ir.spmd import lower_all
 from ir.strategies import strategies
 from ir.variants import Variant
@@ -43,9 +44,19 @@ def random_plan(graph: Graph, rows: int, random: Random) -> Plan:
         {label: _random_subset(graph, kind, piece, random) for label in LABELS}
         for kind, piece in zip(kinds, lowered, strict=True)
     ]
-    stages = _random_stages(len(graph.calls), pipeline, random)
-    schedule = random.choice(["1f1b", "gpipe"])
-    return hand_plan(graph, degrees, kinds, shardings, keeps, stages, schedule=schedule)
+    schedule, virtual = random_schedule(random, pipeline, degrees.micro_batches, len(graph.calls))
+    stages = _random_stages(len(graph.calls), pipeline * virtual, random)
+    return hand_plan(
+        graph, degrees, kinds, shardings, keeps, stages, schedule=schedule, virtual_stages=virtual
+    )
+
+
+def random_schedule(random: Random, pipeline: int, micro: int, calls: int) -> tuple[str, int]:
+    """(schedule, stages per rank): any that has an order for these sizes."""
+    options = [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1)]
+    if pipeline > 1 and fits_rounds(pipeline, micro):
+        options += [("interleaved", v) for v in (2, 3) if pipeline * v <= calls]
+    return random.choice(options)
 
 
 def _random_subset(graph: Graph, kind: Variant, piece: Lowered, random: Random) -> frozenset[str]:

@@ -15,7 +15,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def _chain() -> Plan:
-    pin = {"pipeline": 2, "tensor": 2, "micro_batches": 2}
+    pin = {"pipeline": 2, "tensor": 2, "micro_batches": 2, "schedule": "1f1b"}
     graph = chain(width=128, hidden=512, seq=32)
     return plan(graph, Cluster.local(4, memory_GiB=1), global_batch=8, pin=pin)
 

@@ -61,6 +61,10 @@ def test_a_plan_is_the_program_it_describes(graph: Graph, found: Plan) -> None:
         {"tensor": 4},
         {"pipeline": 4},
         {"pipeline": 2, "data": 2, "micro_batches": 2, "schedule": "gpipe"},
+        {"pipeline": 4, "schedule": "zero-bubble"},
+        {"pipeline": 2, "schedule": "interleaved"},
+        {"pipeline": 2, "virtual_stages": 3},
+        {"pipeline": 2, "schedule": "1f1b", "virtual_stages": 1},
         {"tensor": 2, "micro_batches": 4, "recompute": "full"},
         {"recompute": "none"},
         {"recompute": "selective"},
@@ -73,7 +77,7 @@ def test_pins_are_honoured(graph: Graph, pin: dict[str, Any]) -> None:
     for key, value in pin.items():
         if key in ("pipeline", "data", "tensor"):
             assert made.mesh.degree(key) == value
-        elif key in ("micro_batches", "schedule"):
+        elif key in ("micro_batches", "schedule", "virtual_stages"):
             assert getattr(made, key) == value
     labels = {placed.keep for stage in made.stages for placed in stage}
     if pin.get("recompute") in ("none", "full"):
@@ -88,8 +92,14 @@ def test_pins_are_honoured(graph: Graph, pin: dict[str, Any]) -> None:
         ({"tensor": 0}, r"tensor=0: it must be a whole number of at least 1"),
         ({"tensor": "2"}, r"tensor='2': it must be a whole number"),
         ({"tensor": 3}, r"4 devices can't be split in 3. Use tensor=2 or 4"),
-        ({"schedule": "zb"}, r"it is one of gpipe, 1f1b"),
+        ({"schedule": "zb"}, r"it is one of gpipe, 1f1b, interleaved, zero-bubble"),
         ({"recompute": "some"}, r"it is one of none, selective, full"),
+        ({"schedule": "1f1b", "virtual_stages": 2}, r"1f1b, which has one stage per pipeline"),
+        ({"schedule": "interleaved", "pipeline": 1}, r"it takes at least two of each"),
+        (
+            {"schedule": "interleaved", "pipeline": 4, "micro_batches": 2},
+            r"at least pipeline=4 micro-batches.*Use micro_batches=4",
+        ),
         ({"micro_batches": 3}, r"8 rows can't be divided into 3 micro-batches. Use .*=2 or 4"),
         (
             {"pipeline": 1, "data": 2, "tensor": 1},
@@ -217,3 +227,27 @@ def test_a_missing_key_is_named(found: Plan, key: str) -> None:
 def test_a_plan_of_another_model_is_refused(found: Plan) -> None:
     with pytest.raises(Refused, match="made for another model"):
         spmd(chain(depth=3), found)
+
+
+def test_interleaving_that_finds_no_sizes_says_what_it_needs(graph: Graph) -> None:
+    with pytest.raises(Refused, match=r"virtual_stages=4 finds no sizes.*6 blocks.*schedule=1f1b"):
+        plan(graph, LOCAL, global_batch=8, pin={"virtual_stages": 4})
+
+
+def test_the_fastest_schedule_is_chosen(graph: Graph) -> None:
+    """Among those with the same mesh and micro-batches, by the predicted step."""
+    sizes = {"pipeline": 2, "data": 2, "micro_batches": 4}
+    steps = {
+        name: plan(graph, LOCAL, global_batch=8, pin=sizes | {"schedule": name}).prediction.step_s
+        for name in ("gpipe", "1f1b", "zero-bubble", "interleaved")
+    }
+    free = plan(graph, LOCAL, global_batch=8, pin=sizes)
+    assert free.prediction.step_s == min(steps.values()) == steps[free.schedule]
+    assert steps["zero-bubble"] < steps["1f1b"]
+
+
+def test_a_plan_with_several_stages_per_rank_is_read_back(graph: Graph) -> None:
+    found = plan(graph, LOCAL, global_batch=8, pin={"pipeline": 2, "virtual_stages": 2})
+    assert (len(found.stages), found.virtual_stages) == (4, 2)
+    assert Plan.from_json(found.to_json()) == found
+    assert len(found.prediction.stages) == 2

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from ir.schedules import schedule_order
 from runtime.collectives import all_gather, all_reduce, shard
 from runtime.program import Stage
 
@@ -121,11 +122,12 @@ def layout(schedule, micro_batches):
         "sync": [{"op": "all_reduce", "axis": "data"}],
     }
     scatter = {"op": "reduce_scatter", **over_data}
+    order = schedule_order(schedule, ranks=4, micro_batches=micro_batches)
     return {
-        "format": "shardwright-layout/1",
+        "format": "shardwright-layout/2",
         "plan": "chain",
         "mesh": {"pipeline": 4, "data": 2, "tensor": 2},
-        "schedule": schedule,
+        "schedule": {"name": schedule, "order": [" ".join(map(str, row)) for row in order]},
         "micro_batches": micro_batches,
         "global_batch": BATCH,
         "state": [

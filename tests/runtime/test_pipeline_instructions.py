@@ -1,29 +1,29 @@
-"""Schedules as instruction lists: torch's order, their invariants, and that they never lock up."""
+"""Instruction lists: what a computation takes and sends, and that no rank locks up."""
 
 from collections import Counter, deque
 
 import pytest
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from runtime.errors import UsageError
+from ir.schedules import fits_rounds, schedule_order
 from runtime.schedule import (
     Backward,
+    BackwardInput,
     Forward,
     Link,
+    Message,
     Receive,
-    ReceiveGradient,
     Reduce,
     Send,
-    SendGradient,
     Step,
+    homes,
     instructions,
-    order,
+    read_order,
 )
 
-TORCH_NAMES = {"gpipe": "GPipe", "1f1b": "1F1B"}
-TORCH_ACTIONS = {Forward: "FORWARD", Backward: "FULL_BACKWARD"}
-SIZES = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 5, 8, 13)]
-SCHEDULES = ["gpipe", "1f1b"]
+SIZES = [(p, 1, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 5, 8, 13)]
+ROUNDS = [(p, v, m) for p in (2, 3, 4) for v in (2, 3) for m in range(p, 10) if fits_rounds(p, m)]
+EVERY = [(name, *sizes) for name in ("gpipe", "1f1b", "zero-bubble") for sizes in SIZES]
+EVERY += [("interleaved", *sizes) for sizes in ROUNDS]
 
 
 def skips(stages):
@@ -33,93 +33,70 @@ def skips(stages):
     return tuple(links + [Link("mask", 0, t, False) for t in range(1, stages)])
 
 
-def lists(schedule, stages, micro_batches):
-    return [
-        instructions(schedule, s, stages=stages, micro_batches=micro_batches, links=skips(stages))
-        for s in range(stages)
-    ]
+def lists(schedule, ranks, virtual, micro_batches):
+    """(the pipeline rank of each stage, every rank's instructions)."""
+    rows = schedule_order(
+        schedule, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual
+    )
+    words, stages = [" ".join(map(str, row)) for row in rows], ranks * virtual
+    order = read_order(words, stages=stages, micro_batches=micro_batches)
+    return homes(order), [instructions(actions, skips(stages)) for actions in order]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("stages", "micro_batches"), [(p, m) for p, m in SIZES if m >= p])
-def test_the_order_is_torchs(schedule, stages, micro_batches):
-    for stage, row in enumerate(get_schedule_ops(TORCH_NAMES[schedule], stages, micro_batches)):
-        actions = [(a.computation_type.name, a.microbatch_index) for a in row if a is not None]
-        wanted = [(name, micro) for name, micro in actions if name in TORCH_ACTIONS.values()]
-        ours = order(schedule, stage, stages=stages, micro_batches=micro_batches)
-        found = [(TORCH_ACTIONS[type(action)], action.micro) for action in ours]
-        if schedule == "1f1b" and stage == stages - 1:  # torch numbers these forwards from 1
-            found = [(name, micro + (name == "FORWARD")) for name, micro in found]
-        assert found == wanted
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
-def test_each_micro_batch_runs_once_forward_then_backward(schedule, stages, micro_batches):
-    for stage, steps in enumerate(lists(schedule, stages, micro_batches)):
-        forwards = [step.micro for step in steps if isinstance(step, Forward)]
-        backwards = [step.micro for step in steps if isinstance(step, Backward)]
-        assert forwards == backwards == list(range(micro_batches))
-        assert steps[-2:] == (Reduce(), Step())
-        in_flight = peak = 0
-        for step in steps:
-            in_flight += isinstance(step, Forward) - isinstance(step, Backward)
-            assert in_flight >= 0
-            peak = max(peak, in_flight)
-        bound = micro_batches if schedule == "gpipe" else min(micro_batches, stages - stage)
-        assert peak == bound
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
-def test_every_stage_gets_to_its_end(schedule, stages, micro_batches):
-    """Runs the lists against channels; a receive takes the channel's oldest or waits."""
-    waiting = [deque(steps) for steps in lists(schedule, stages, micro_batches)]
-    channels = {}
+@pytest.mark.parametrize(("schedule", "ranks", "virtual", "micro_batches"), EVERY)
+def test_every_rank_gets_to_its_end(schedule, ranks, virtual, micro_batches):
+    """Runs the lists; a message is there once it was sent, whatever else its channel carries."""
+    _, steps = lists(schedule, ranks, virtual, micro_batches)
+    waiting, sent = [deque(row) for row in steps], set()
     moved = True
     while moved:
         moved = False
-        for stage, steps in enumerate(waiting):
-            while steps and advance(stage, steps[0], channels):
-                steps.popleft()
+        for row in waiting:
+            while row and not (isinstance(row[0], Receive) and row[0].message not in sent):
+                step = row.popleft()
                 moved = True
+                if isinstance(step, Send):
+                    sent.add(step.message)
+                elif isinstance(step, Receive):
+                    sent.remove(step.message)
     assert not any(waiting)
-    assert not any(channels.values())
+    assert not sent
 
 
-def advance(stage, step, channels):
-    match step:
-        case Send(micro, value, peer) | SendGradient(micro, value, peer):
-            channels.setdefault((stage, peer), deque()).append((micro, value))
-        case Receive(micro, value, peer) | ReceiveGradient(micro, value, peer):
-            channel = channels.get((peer, stage))
-            if not channel:
-                return False
-            assert channel.popleft() == (micro, value)
-    return True
+@pytest.mark.parametrize(("schedule", "ranks", "virtual", "micro_batches"), EVERY)
+def test_all_that_is_sent_is_taken(schedule, ranks, virtual, micro_batches):
+    home, steps = lists(schedule, ranks, virtual, micro_batches)
+    assert home == tuple(stage % ranks for stage in range(ranks * virtual))
+    sent = Counter(s.message for row in steps for s in row if isinstance(s, Send))
+    taken = Counter(s.message for row in steps for s in row if isinstance(s, Receive))
+    assert sent == taken
+    assert not sent or max(sent.values()) == 1
 
 
 def test_a_stage_receives_before_it_runs_and_sends_after():
-    steps = instructions("1f1b", 1, stages=3, micro_batches=1, links=skips(3))
-    assert steps == (
-        Receive(0, "h", 0),
-        Receive(0, "mask", 0),
-        Forward(0),
-        Send(0, "h", 2),
-        ReceiveGradient(0, "h", 2),
-        Backward(0),
-        SendGradient(0, "h", 0),
+    _, rows = lists("1f1b", 3, 1, 1)
+    assert rows[1] == (
+        Receive(Message("h", 0, 1, 0, False)),
+        Receive(Message("mask", 0, 1, 0, False)),
+        Forward(1, 0),
+        Send(Message("h", 1, 2, 0, False)),
+        Receive(Message("h", 2, 1, 0, True)),
+        Backward(1, 0),
+        Send(Message("h", 1, 0, 0, True)),
         Reduce(),
         Step(),
     )
 
 
+def test_a_split_backward_sends_the_inputs_gradient_before_the_weights_half():
+    _, rows = lists("zero-bubble", 2, 1, 3)
+    row = [step for step in rows[1] if not isinstance(step, Receive)]
+    for place, step in enumerate(row):
+        if isinstance(step, BackwardInput):
+            assert row[place + 1] == Send(Message("h", 1, 0, step.micro, True))
+
+
 def test_only_values_with_a_gradient_send_one_back():
-    steps = lists("1f1b", 4, 3)[0]
-    values = Counter(step.value for step in steps if isinstance(step, ReceiveGradient))
-    assert values == {"h": 3, "skip": 6}
-
-
-def test_an_unknown_schedule_is_refused():
-    with pytest.raises(UsageError, match='"gpipe" and "1f1b"'):
-        list(order("zigzag", 0, stages=2, micro_batches=2))
+    _, rows = lists("1f1b", 4, 1, 3)
+    gradients = [s.message for s in rows[0] if isinstance(s, Receive) and s.message.is_gradient]
+    assert Counter(message.value for message in gradients) == {"h": 3, "skip": 6}

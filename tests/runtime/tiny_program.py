@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from ir.schedules import schedule_order
 from runtime.collectives import all_reduce
 from runtime.program import Stage
 from runtime.random import Where, dropout, mix_key
@@ -128,11 +129,12 @@ def layout(schedule="1f1b", micro_batches=2, data=2):
         shape, dtype = [rows, HIDDEN], "float64"
         return {"value": value, end: stage, "shape": shape, "dtype": dtype, "gradient": True}
 
+    order = schedule_order(schedule, ranks=2, micro_batches=micro_batches)
     return {
-        "format": "shardwright-layout/1",
+        "format": "shardwright-layout/2",
         "plan": "tiny",
         "mesh": {"pipeline": 2, "data": data, "tensor": 2},
-        "schedule": schedule,
+        "schedule": {"name": schedule, "order": [" ".join(map(str, row)) for row in order]},
         "micro_batches": micro_batches,
         "global_batch": BATCH,
         "state": [

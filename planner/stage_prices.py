@@ -1,0 +1,293 @@
+"""What the stages of a candidate take, exactly: seconds, bytes, and the predicted step.
+
+Input: `Pieces`, a candidate, a cost model; then a program with its stages. Output: the `Prediction`
+and, for the simulator, the `Pipeline`. Costs of blocks are those that the stage problem has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from ir.plan import Prediction, StageCost
+from ir.schedules import Held, schedule_order, splits_backward
+from ir.spmd import Spmd, StageCall
+from planner.cost import CostModel
+from planner.exchange import Exchange, Load, exchange, exposed_send_s, exposed_tensor_s
+from planner.halves import Menu, all_halves, pending_bytes, with_working_memory
+from planner.pieces import Pieces
+from planner.pins import Candidate
+from planner.pipeline import Pipeline, Ports, StageSeconds, Tail, Transfer
+from planner.price import Seconds, StateCost, state_costs
+from planner.ranks import by_rank, most_held_bytes, rank_cost
+from planner.recompute import MenuPoint
+from planner.schedule import StageTime, bubble_s, held_batches, moments, pipeline_step_s
+from planner.stage_bytes import gathered_bytes, point_of, sent_bytes, stage_cost
+from planner.workload import Workload
+
+
+class StagePrices:
+    """Prices of one candidate; see the module's docstring."""
+
+    def __init__(
+        self, work: Workload, candidate: Candidate, found: Pieces, cost: CostModel
+    ) -> None:
+        self.work, self.candidate, self.found, self.cost = work, candidate, found, cost
+        self.variant_of = work.variant_of
+        keeps = tuple({p.label: p.kept for p in menu} for menu in found.menus)
+        last = candidate.stages - 1
+        order = [(i, self.variant_of[i]) for i in range(len(work.graph.calls))]
+        self.program = Spmd(
+            work.graph, candidate.degrees, work.flow, work.kinds, found.lowered,
+            found.state, keeps, ((),) * last + (tuple(StageCall(i, v, "") for i, v in order),),
+        )  # fmt: skip
+        self.runs = [
+            (variant, [i for i, _ in group]) for variant, group in groupby(order, lambda p: p[1])
+        ]
+        self.state = state_costs(self.program, cost, work.optimizer)
+        self.stage_states: dict[tuple[int, tuple[StageCall, ...]], StateCost] = {}
+        self.halves: Menu = {}
+        if splits_backward(candidate.schedule):
+            always = [self.program.always(number) for number in range(len(work.kinds))]
+            self.halves = all_halves(found, always)
+            self.found = with_working_memory(found, self.halves)
+
+    def _names(self, calls: Sequence[int]) -> list[str]:
+        """The state tensors that calls read, each once."""
+        graph = self.work.graph
+        found = dict.fromkeys(v for i in calls for v in graph.calls[i].arguments)
+        return [name for name in found if name in self.state]
+
+    def _forward(self, variant: int, point: MenuPoint) -> Seconds:
+        """One micro-batch through one block, with its share of the prologue; the slower of the
+        device and the host that launches its kernels."""
+        prologue = self.found.times[variant].prologue.times(1 / self.candidate.micro_batches)
+        seconds = self._pipelined(point.forward) + prologue
+        return seconds.at_least(self.cost.host_s(seconds.launches))
+
+    def _backward(self, variant: int, point: MenuPoint) -> tuple[Seconds, Seconds]:
+        """One micro-batch's backward and, where it is split, what of it is the weights' half."""
+        if not self.halves:
+            return self._launched(point.backward), Seconds()
+        halves = self.halves[variant, point.label]
+        return self._launched(halves.input), self._launched(halves.weight)
+
+    def _launched(self, seconds: Seconds) -> Seconds:
+        seconds = self._pipelined(seconds)
+        return seconds.at_least(self.cost.host_s(seconds.launches))
+
+    def _pending_bytes(self, variant: int, point: MenuPoint) -> float:
+        """Between the halves of a split backward."""
+        return self.halves[variant, point.label].pending_bytes if self.halves else 0.0
+
+    def _pipelined(self, seconds: Seconds) -> Seconds:
+        exposed_s = exposed_tensor_s(seconds.communication_s, seconds.compute_s, self.cost)
+        return replace(seconds, communication_s=exposed_s)
+
+    def _accumulate_s(self, state: StateCost) -> float:
+        """Per micro-batch: its gradients are added up, where there are several."""
+        return self.cost.accumulate_s(state.summed_bytes) if self._accumulates else 0.0
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.candidate.micro_batches > 1
+
+    @property
+    def _virtual(self) -> int:
+        """Pieces of the model per pipeline rank: our stages, or those of a stack whose stages are
+        not known one by one."""
+        return self._hidden_stages * self.candidate.virtual_stages
+
+    @property
+    def _hidden_stages(self) -> int:
+        return self.cost.traits.virtual_stages if self.candidate.mesh.pipeline > 1 else 1
+
+    def _between_s(self, size_bytes: float, source: int, target: int) -> float:
+        """From stage to stage. Between two stages of a rank nothing moves; from the last rank to
+        the first it takes as long as between the slowest neighbours."""
+        ranks = self.candidate.mesh.pipeline
+        if source % ranks == target % ranks:
+            return 0.0
+        rank = source % ranks
+        return self.cost.send_s(size_bytes, rank if rank < ranks - 1 else None)
+
+    def _moments(self, rank: int) -> tuple[tuple[Held, ...], ...]:
+        candidate = self.candidate
+        return moments(
+            candidate.schedule, rank, candidate.mesh.pipeline, candidate.micro_batches,
+            candidate.virtual_stages,
+        )  # fmt: skip
+
+    def prediction(self, program: Spmd, bound_s: float) -> Prediction:
+        """Of a program with its stages; `bound_s`: what no other stages beat."""
+        candidate, virtual = self.candidate, self._virtual
+        pairs = self._stage_seconds(program)
+        moves = [self._exchange(program, s, f, b) for s, (f, b) in enumerate(pairs)]
+        pairs = [
+            (f + Seconds(0.0, move.forward_s), b + Seconds(0.0, move.backward_s))
+            for (f, b), move in zip(pairs, moves, strict=True)
+        ]
+        pairs = by_rank(pairs, candidate.mesh.pipeline)
+        times = [(f.total_s, b.total_s) for f, b in pairs]
+        weights_s = self._weights_s(program)
+        sync_s, update_s = max(self._tails(program, moves, [b for _, b in times]), key=sum)
+        count, schedule = candidate.micro_batches, candidate.schedule
+        busy = max(pairs, key=lambda pair: pair[0].total_s + pair[1].total_s)
+        total = (busy[0] + busy[1]).times(count)
+        pipeline_s = pipeline_step_s(times, count, schedule, virtual, weights_s)
+        step_s = pipeline_s + sync_s + update_s
+        return Prediction(
+            step_s, total.compute_s, total.communication_s + sync_s,
+            bubble_s(times, count, schedule, virtual, weights_s), update_s,
+            min(bound_s, step_s), int(self.cost.capacity_bytes),
+            tuple(self._rank_cost(program, rank, pair) for rank, pair in enumerate(times)),
+        )  # fmt: skip
+
+    def _stage_seconds(self, program: Spmd) -> list[tuple[Seconds, Seconds]]:
+        """Forward and backward of a micro-batch, with the actual sends: on both their sides, or
+        on the sender's where they meet what comes back."""
+        own = self._own_seconds(program)
+        forward = [stage_forward for stage_forward, _, _ in own]
+        backward = [stage_input + weights for _, stage_input, weights in own]
+        for message in program.messages:
+            send_s = self._between_s(message.type.bytes(1), message.source, message.target)
+            ends = (message.source, message.target)
+            for s in ends[:1] if self.cost.sends_meet else ends:
+                exposed_s = exposed_send_s(send_s, forward[s].compute_s, self._hidden_stages)
+                forward[s] += Seconds(0.0, exposed_s)
+            for s in ends[1:] if self.cost.sends_meet else ends:
+                if message.gradient:
+                    exposed_s = exposed_send_s(send_s, backward[s].compute_s, self._hidden_stages)
+                    backward[s] += Seconds(0.0, exposed_s)
+        return list(zip(forward, backward, strict=True))
+
+    def _own_seconds(self, program: Spmd) -> list[tuple[Seconds, Seconds, Seconds]]:
+        """Forward, backward and what is apart of it, of a micro-batch on each stage, without sends;
+        gradients are added up in the last part that there is."""
+        found = []
+        for s, calls in enumerate(program.stages):
+            parts = [Seconds(), Seconds(), Seconds()]
+            for placed in calls:
+                point = point_of(self.found, placed)
+                backward = self._backward(placed.variant, point)
+                parts = [
+                    a + b for a, b in zip(
+                        parts, (self._forward(placed.variant, point), *backward), strict=True
+                    )
+                ]  # fmt: skip
+            last = 2 if self.halves else 1
+            parts[last] += Seconds(self._accumulate_s(self._state_of_stage(program, s)))
+            found.append((parts[0], parts[1], parts[2]))
+        return found
+
+    def _weights_s(self, program: Spmd) -> list[float]:
+        """Per rank the weights' half of a micro-batch's backward; none where it is not split."""
+        if not self.halves:
+            return []
+        return [weights.total_s for _, _, weights in self._own_seconds(program)]
+
+    def _exchange(
+        self, program: Spmd, stage: int, forward: Seconds, backward: Seconds
+    ) -> Exchange:
+        """What the data axis adds on a stage."""
+        state = self._state_of_stage(program, stage)
+        load = Load(
+            state.exchanged_bytes, state.gathered_bytes, len(program.stages[stage]),
+            forward.total_s, backward.total_s,
+        )  # fmt: skip
+        return exchange(load, self.cost)
+
+    def _stage_state(self, program: Spmd, stage: int) -> list[str]:
+        names = self._names([p.index for p in program.stages[stage]])
+        unused = [name for name in self.state if not self.work.uses.get(name)] if stage == 0 else []
+        return [*names, *unused]
+
+    def _state_of_stage(self, program: Spmd, stage: int) -> StateCost:
+        key = (stage, program.stages[stage])
+        if key not in self.stage_states:
+            items = [self.state[name] for name in self._stage_state(program, stage)]
+            self.stage_states[key] = StateCost.total(items)
+        return self.stage_states[key]
+
+    def _tails(
+        self, program: Spmd, moves: Sequence[Exchange], backward_s: Sequence[float]
+    ) -> list[tuple[float, float]]:
+        """Exposed seconds once per step, of each rank: gradients exchanged, parameters updated.
+
+        Where exchanges overlap, a later rank starts its own while the last backward still runs on
+        the earlier ones.
+        """
+        tails = []
+        for rank in range(self.candidate.mesh.pipeline):
+            state, lead_s = self._state_of_rank(program, rank), 0.0
+            if self.cost.traits.overlap_gradients:
+                lead_s = sum(backward_s[:rank]) / self._virtual
+            moved_s = sum(moves[s].step_s for s in self.candidate.stages_of(rank))
+            sync_s = state.sync_s + moved_s + self._tied_s(program, rank)
+            tails.append((max(0.0, sync_s - lead_s), state.update_s))
+        return tails
+
+    def pipeline(self, program: Spmd, ports: Mapping[tuple[int, int], Ports]) -> Pipeline:
+        """The step for the simulator: the same seconds, with sends apart."""
+        candidate = self.candidate
+        own = self._own_seconds(program)
+        moves = [self._exchange(program, s, f, b + w) for s, (f, b, w) in enumerate(own)]
+        times = by_rank([(f, b + w) for f, b, w in own], candidate.mesh.pipeline)
+        tails = self._tails(program, moves, [b.total_s for _, b in times])
+        transfers = []
+        for message in sorted(program.messages, key=lambda message: message.source):
+            ends = message.source, message.target
+            send_s = self._between_s(message.type.bytes(1), *ends)
+            back_s = send_s if message.gradient else None
+            transfers.append(Transfer(message.value, *ends, send_s, back_s))
+        order = schedule_order(
+            candidate.schedule, ranks=candidate.mesh.pipeline,
+            micro_batches=candidate.micro_batches, virtual_stages=candidate.virtual_stages,
+        )  # fmt: skip
+        return Pipeline(
+            order, tuple(StageSeconds(*(part.total_s for part in parts)) for parts in own),
+            tuple(transfers), tuple(Tail(*tail) for tail in tails),
+            ports, not self.cost.sends_meet,
+        )  # fmt: skip
+
+    def _rank_state(self, program: Spmd, rank: int) -> list[str]:
+        """What several stages of a rank hold is there once."""
+        stages = self.candidate.stages_of(rank)
+        return list(dict.fromkeys(n for s in stages for n in self._stage_state(program, s)))
+
+    def _state_of_rank(self, program: Spmd, rank: int) -> StateCost:
+        return StateCost.total([self.state[name] for name in self._rank_state(program, rank)])
+
+    def _tied_s(self, program: Spmd, rank: int) -> float:
+        """Gradients of parameters that several ranks hold are summed over these."""
+        seconds, ranks = 0.0, self.candidate.mesh.pipeline
+        for name in self._rank_state(program, rank):
+            item = self.state[name]
+            holders = {stage % ranks for stage in program.stages_of_state(name)}
+            if item.gradient_bytes and len(holders) > 1:
+                seconds += 2 * self.cost.send_s(item.gradient_bytes)
+        return seconds
+
+    def _rank_cost(self, program: Spmd, rank: int, times: StageTime) -> StageCost:
+        """All stages of a rank together."""
+        candidate, stages = self.candidate, self.candidate.stages_of(rank)
+        costs = [
+            stage_cost(
+                program, s, self.found, self._state_of_stage(program, s),
+                gathered_bytes(program, s, self.state, self.cost),
+                sent_bytes(program, s, self.cost), 1.0, times,
+            ) for s in stages
+        ]  # fmt: skip
+        saved = [cost.saved_bytes for cost in costs]
+        pending = [
+            pending_bytes(program, s, self.found, self.halves) if self.halves else 0 for s in stages
+        ]
+        held = most_held_bytes(self._moments(rank), saved, pending)
+        if self._hidden_stages > 1:
+            flights = held_batches(
+                rank, candidate.mesh.pipeline, candidate.micro_batches, candidate.schedule,
+                self._hidden_stages,
+            )  # fmt: skip
+            held = int(flights * sum(saved))
+        return rank_cost(costs, self._state_of_rank(program, rank), held, times)

@@ -26,7 +26,7 @@ from planner.explain import explain
 from planner.predict import Predicted, Predictor
 from planner.predict_table import COLUMNS, Row, predict_row, predict_table, record
 from planner.rows import read_configuration
-from planner.stacks import has_fused_loss
+from planner.stacks import has_fused_loss, padded_vocabulary
 from runtime.row_models import RowShape, build_row_model, probe_of, row_shape, size_changes
 
 FEW_ROWS = 24
@@ -42,7 +42,9 @@ class RowGraphs:
 
     def __call__(self, row: Row) -> Graph:
         """The graph of a row's model; `ValueError` for sizes that make no model."""
-        shape = replace(row_shape(row), wide_logits=not has_fused_loss(row))
+        shape = row_shape(row)
+        vocabulary = padded_vocabulary(row, shape.vocab)
+        shape = replace(shape, vocab=vocabulary, wide_logits=not has_fused_loss(row))
         if shape not in self.graphs:
             probe = probe_of(shape)
             if probe not in self.probes:

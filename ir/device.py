@@ -160,7 +160,9 @@ def inner_link(name: str, members: int) -> Link:
     if row["link_gbs_per_dir"] and bridged:
         is_xgmi = row["arch"].startswith("CDNA")
         rate = float(row["link_gbs_per_dir"]) * 1e9
-        return Link("xGMI" if is_xgmi else "NVLink", rate, _NVLINK_LATENCY_S, fraction, is_xgmi)
+        # SXM2 boards have no switch: links to single neighbours (`nvidia-smi topo -m`: NV1, NV2).
+        paired = is_xgmi or "SXM2" in row["gpu"]
+        return Link("xGMI" if is_xgmi else "NVLink", rate, _NVLINK_LATENCY_S, fraction, paired)
     return Link("PCIe", float(row["pcie_gbs_per_dir"]) * 1e9, _PCIE_LATENCY_S, 0.80)
 
 

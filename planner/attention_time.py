@@ -39,6 +39,15 @@ class _Flash:
     exponentials: tuple[float, float]
     block_s: tuple[float, float] = (2.0e-6, 4.5e-6)
 
+    def slowed(self, slow: "_Flash", fast: "_Flash") -> "_Flash":
+        """As much slower than this as `slow` is than `fast`."""
+        rates = [p * s / f for p, s, f in zip(self.products, slow.products, fast.products, strict=True)]
+        times = [
+            e * s / f
+            for e, s, f in zip(self.exponentials, slow.exponentials, fast.exponentials, strict=True)
+        ]
+        return _Flash((rates[0], rates[1]), (times[0], times[1]), self.block_s)
+
 
 # From the asymptotes at head dimensions 64, 128 (and 256), which are linear in it: Ampere and
 # flash1 arXiv 2307.08691 (figures 4 to 6) and NVIDIA/cudnn-frontend's results on A100; Hopper
@@ -130,8 +139,13 @@ def attention_s(
 
 
 def _flash(device: Device, kernel: str) -> _Flash:
-    """That kernel there; if it has none for the architecture, the one before it, or flash2."""
+    """That kernel there; if it has none for the architecture, the one before it, or flash2.
+
+    flash1 runs everywhere as much slower than flash2 as on Ampere: both use the same units.
+    """
     arch = _NEAREST.get(device.arch, "Ampere")
+    if kernel == "flash1" and (kernel, arch) not in _FLASH:
+        return _FLASH["flash2", arch].slowed(_FLASH["flash1", "Ampere"], _FLASH["flash2", "Ampere"])
     for name in FLASH[FLASH.index(kernel) :: -1]:
         if (name, arch) in _FLASH:
             return _FLASH[name, arch]

@@ -323,7 +323,7 @@ class _Evaluation:
         state = self._state_of_stage(program, stage)
         load = Load(
             state.exchanged_bytes, state.gathered_bytes, len(program.stages[stage]),
-            forward.total_s, backward.total_s,
+            forward.total_s, backward.total_s, len(self._stage_state(program, stage)),
         )  # fmt: skip
         return exchange(load, self.cost)
 

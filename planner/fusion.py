@@ -4,7 +4,8 @@ Input: nodes in order, the storages of their values, the values that are wanted 
 groups with their boundary bytes. Nodes may be fused when no product, attention or collective lies
 between them: they then have the same depth, the largest number of such ops on a path to them. A
 group is what is connected by values at one depth; inside it nothing goes through memory. This is
-what a compiler or hand-written kernels for norms, activations and rotary embeddings do.
+what a compiler does. Hand-written kernels have norms for themselves: a norm does not join what its
+input was made by, nor its backward what reads the result (a residual's sum).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ir.graph import Node
 from ir.ops import op_def
 from planner.storage import Storage
 
+NORM, NORM_BACKWARD = "normalize", "normalize_backward"
 ALONE = frozenset(
     (
         "embedding.default", "embedding_dense_backward.default", "index.Tensor",
@@ -42,9 +44,12 @@ def is_fusable(node: Node, collectives: Collection[str]) -> bool:
 
 def groups(
     nodes: Sequence[Node], storage: Storage, wanted: Collection[str],
-    collectives: Collection[str],
+    collectives: Collection[str], across_norms: bool = True,
 ) -> tuple[Group, ...]:  # fmt: skip
-    """The groups among `nodes`; a group of views alone moves nothing and is left out."""
+    """The groups among `nodes`; a group of views alone moves nothing and is left out.
+
+    `across_norms`: whether norms join what comes before them, as a compiler has it.
+    """
     parent: dict[int, int] = {}
 
     def root(i: int) -> int:
@@ -61,7 +66,7 @@ def groups(
         if fusable:
             parent[i] = i
             for j in sources:
-                if j in parent and depth[j] == depth[i]:
+                if j in parent and depth[j] == depth[i] and (across_norms or not _parts(nodes[j], node)):
                     parent[root(j)] = root(i)
         maker |= dict.fromkeys(node.outputs, i)
     return _priced(nodes, storage, wanted, {i: root(i) for i in parent})
@@ -97,6 +102,11 @@ def _priced(
         Group(tuple(names), sum(size[o] for o in crossing.get(g, ())))
         for g, names in members.items() if g in kernels
     )
+
+
+def _parts(source: Node, node: Node) -> bool:
+    """Whether a kernel for a norm begins or ends between two nodes."""
+    return node.op == NORM or source.op == NORM_BACKWARD
 
 
 def _is_view(node: Node, storage: Storage) -> bool:

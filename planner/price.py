@@ -7,7 +7,7 @@ of any list of its nodes; of a stage's state its bytes and the seconds to sync a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ir.graph import Node, TensorType, references
 from ir.layout import DATA
@@ -17,6 +17,7 @@ from ir.spmd import Spmd
 from planner.cost import CostModel
 from planner.exchange import is_bucketed, zero_members
 from planner.fusion import groups
+from planner.logits import logit_products
 from planner.storage import Storage
 from planner.work import Work, work_of
 
@@ -60,9 +61,12 @@ class Seconds:
 
 def node_seconds(
     lowered: Lowered, node: Node, cost: CostModel, storage: Storage | None = None,
-    types: Mapping[str, TensorType] | None = None,
+    types: Mapping[str, TensorType] | None = None, of_logits: Collection[str] = (),
 ) -> Seconds:  # fmt: skip
-    """Seconds of one node; a view that has to copy costs its bytes."""
+    """Seconds of one node; a view that has to copy costs its bytes.
+
+    `of_logits`: first outputs of products that are never quantised.
+    """
     types = lowered.types if types is None else types
     if node.op in COLLECTIVES:
         names = node.inputs
@@ -72,6 +76,8 @@ def node_seconds(
         seconds = cost.collective_s(node.op, size_bytes, node.args[1])
         return Seconds(0.0, seconds, float(seconds > 0))
     work = node_work(node, types, storage)
+    if node.outputs[0] in of_logits:
+        work = replace(work, keeps_precision=True)
     launches = 0.0 if work.kind == "view" else float(work.kernels)
     communication_s = _inner_communication_s(lowered, node, types, cost)
     return Seconds(cost.compute_s(work), communication_s, launches)
@@ -121,7 +127,7 @@ class NodeTimes:
         found = Seconds()
         fused: set[str] = set()
         if self.cost.traits.fused_elementwise:
-            for group in groups(nodes, self.storage, wanted, COLLECTIVES):
+            for group in groups(nodes, self.storage, wanted, COLLECTIVES, self.cost.traits.fuses_norms):
                 found += Seconds(self.cost.group_s(group.moved_bytes), 0.0, 1.0)
                 fused |= set(group.nodes)
         for node in nodes:
@@ -137,7 +143,10 @@ def node_times(lowered: Lowered, storage: Storage, cost: CostModel) -> NodeTimes
         for n in lowered.prologue
     }
     nodes = (*lowered.forward, *lowered.backward)
-    found = {n.outputs[0]: node_seconds(lowered, n, cost, storage) for n in nodes}
+    of_logits = logit_products(lowered)
+    found = {
+        n.outputs[0]: node_seconds(lowered, n, cost, storage, of_logits=of_logits) for n in nodes
+    }
     inner = {
         n.outputs[0]: cost.inner_bytes(node_work(n, lowered.types, storage))
         for n in nodes if n.op not in COLLECTIVES and op_def(n.op).kind != "view"

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 
 from ir.device import Device
 from ir.errors import UsageError
-from planner.attention_time import flash_kernel
+from planner.attention_time import UNFUSED, flash_kernel
+from planner.quantise import SCALINGS
 from planner.traits import Traits
 
 LOW_PRECISIONS = {"fp8": "float8_e4m3fn", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 PRECISIONS = ("bf16", "fp16", *LOW_PRECISIONS)
+VOCABULARY_MULTIPLE = 128
 _GRADIENTS = {"": "", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -25,12 +28,20 @@ class Stack:
 
     `overlaps`: gradients are reduced under backward. `fuses`: chains of elementwise ops are one
     kernel each (hand-written, JIT or a compiler). `graph`: the step is launched as a whole, by a
-    compiler or CUDA graphs. `fp32_gradients`: gradients are accumulated and reduced in float32.
+    compiler or CUDA graphs. `fp32_gradients`: gradients are accumulated and reduced in float32, but for fp16 with its
+    scaled loss (Megatron-LM arguments.py; DeepSpeed's FP16 and BF16 optimizers).
     `attention`: the fused kernel; "" the device's usual one. `selective`: what its selective
     recomputation keeps: all but core attention, or results of every second product ("op").
     `hides_tensor`: collectives of the tensor axis run in pieces under the products beside them.
     `dropout`: trains with attention dropout, Megatron's default before 2022's large models.
     `fused_loss`: cross-entropy is one kernel on 16-bit logits.
+    `compiles`: a compiler fuses across norms, which hand-written kernels do not.
+    `fuses_accumulation`: products of weight gradients add to the sum (Megatron's
+    `gradient_accumulation_fusion`). `whole_tensors`: ZeRO-1 hands out whole tensors, broadcast by
+    their owners after the update (InternEvo's hybrid_zero_optim.py, with its configurations'
+    `overlap_sync_param=False`). `scaling`: of 8-bit operands.
+    `pads_vocabulary`: to a multiple of 128 on every rank of the tensor axis (Megatron's
+    `make_vocab_size_divisible_by`), so that its products stay aligned.
     """
 
     overlaps: bool = True
@@ -42,13 +53,24 @@ class Stack:
     hides_tensor: bool = False
     dropout: bool = False
     fused_loss: bool = False
+    pads_vocabulary: bool = False
+    compiles: bool = False
+    fuses_accumulation: bool = False
+    whole_tensors: bool = False
+    scaling: str = "delayed"
 
 
-_MEGATRON = Stack()
+_MEGATRON = Stack(pads_vocabulary=True, fuses_accumulation=True)
 _FSDP = Stack(fuses=False, attention="flash2", selective="op")
+_TORCHAO = replace(_FSDP, scaling="tensorwise")
+_XLA = Stack(graph=True, compiles=True)
 STACKS = {
-    "megatron-deepspeed": Stack(overlaps=False, dropout=True),
-    "megatron-lm 2021": Stack(overlaps=False, fp32_gradients=False, dropout=True),
+    "megatron-deepspeed": replace(
+        _MEGATRON, overlaps=False, dropout=True, fuses_accumulation=False
+    ),
+    "megatron-lm 2021": replace(
+        _MEGATRON, overlaps=False, dropout=True, fuses_accumulation=False
+    ),
     "megatron-core": _MEGATRON,
     "megatron-core CI": _MEGATRON,
     "megatron-bridge": replace(_MEGATRON, graph=True, hides_tensor=True),
@@ -60,12 +82,14 @@ STACKS = {
     "fms-fsdp (FSDP1)": replace(
         _FSDP, fuses=True, fp32_gradients=False, selective="every-2nd-layer"
     ),
-    "torchtitan (FSDP2)": _FSDP,
-    "kempnerforge (FSDP2)": _FSDP,
-    "internevo": Stack(fp32_gradients=False, attention="flash2", fused_loss=True),
-    "oneflow": Stack(graph=True, fp32_gradients=False, dropout=True),
-    "jax-pax": Stack(graph=True),
-    "jax-pax +TE": Stack(graph=True),
+    "torchtitan (FSDP2)": _TORCHAO,
+    "kempnerforge (FSDP2)": _TORCHAO,
+    "internevo": Stack(
+        fp32_gradients=False, attention="flash2", fused_loss=True, whole_tensors=True
+    ),
+    "oneflow": Stack(graph=True, dropout=True),
+    "jax-pax": replace(_XLA, attention="fused_softmax", selective="op"),
+    "jax-pax +TE": replace(_XLA, selective="op"),
 }
 """From the stacks' own documentation and code at the release of the rows."""
 
@@ -76,7 +100,8 @@ def traits_of(row: Mapping[str, str], device: Device) -> Traits:
     precision = row.get("precision") or "bf16"
     if precision not in PRECISIONS:
         raise UsageError(f"precision={precision!r}: it is one of {', '.join(PRECISIONS)}")
-    gradients = row.get("grads_dtype") or ("fp32" if stack.fp32_gradients else "")
+    wide = stack.fp32_gradients and precision != "fp16"
+    gradients = row.get("grads_dtype") or ("fp32" if wide else "")
     if gradients not in _GRADIENTS:
         raise UsageError(f"grads_dtype={gradients!r}: it is one of fp32, bf16, fp16")
     return Traits(
@@ -87,6 +112,12 @@ def traits_of(row: Mapping[str, str], device: Device) -> Traits:
         overlap_tensor=_states(row, "tp_overlap", stack.hides_tensor),
         dropout=stack.dropout,
         fused_loss=stack.fused_loss,
+        fuses_norms=stack.compiles or _states(row, "compile", False),
+        fused_accumulation=stack.fuses_accumulation,
+        whole_tensors=stack.whole_tensors,
+        scaling=_scaling(row, precision, stack),
+        clips=True,
+        scales_loss=precision == "fp16",
         gradient_dtype=_GRADIENTS[gradients],
         master_weights=True,
         eager=not (_states(row, "cuda_graph", stack.graph) or _states(row, "compile", False)),
@@ -103,12 +134,34 @@ def has_fused_loss(row: Mapping[str, str]) -> bool:
     return STACKS.get(row.get("framework", ""), Stack()).fused_loss
 
 
+def padded_vocabulary(row: Mapping[str, str], vocabulary: int) -> int:
+    """The vocabulary as a row's stack lays it out.
+
+    >>> padded_vocabulary({"framework": "megatron-deepspeed", "tp": "8"}, 250000)
+    250880
+    """
+    if not STACKS.get(row.get("framework", ""), Stack()).pads_vocabulary:
+        return vocabulary
+    multiple = VOCABULARY_MULTIPLE * int(row.get("tp") or 1)
+    return ceil(vocabulary / multiple) * multiple
+
+
 def _attention(row: Mapping[str, str], device: Device, stack: Stack) -> str:
     """Unfused where the row says so; a fused kernel no newer than the stack."""
     if row.get("attention_flash") == "0":
         return "fused_softmax" if stack.fuses else "unfused"
     usual = flash_kernel(device)
+    if stack.attention in UNFUSED:
+        return stack.attention
     return stack.attention if stack.attention and usual.startswith("flash") else usual
+
+
+def _scaling(row: Mapping[str, str], precision: str, stack: Stack) -> str:
+    """Block scales come with their precisions; a row may name its recipe."""
+    if precision in ("mxfp8", "nvfp4"):
+        return "block"
+    named = [name for name in SCALINGS if name in (row.get("release") or "")]
+    return named[0] if named else stack.scaling
 
 
 def _states(row: Mapping[str, str], column: str, default: bool) -> bool:

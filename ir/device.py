@@ -82,6 +82,7 @@ class Device:
     context, libraries and fragmentation take. `kernel_launch_s` is the least that a kernel costs
     a host that launches them one by one, `kernel_fixed_s` what each costs the device when it was
     queued in time: start, fill and drain (tiny kernels in a CUDA graph take about 3 us).
+    `power_pace`: clock under the power limit, relative to the part that the fractions are from.
     An SM is a CU on AMD; `sm_count` 0 means unknown, as on a CPU: only rates are used then.
     """
 
@@ -105,6 +106,7 @@ class Device:
     burst_fraction: float = 0.80
     low_precision_fraction: float = 0.80
     kernel_fixed_s: float = 3e-6
+    power_pace: float = 1.0
 
     @property
     def sustained_bandwidth_bytes_per_s(self) -> float:

@@ -102,6 +102,7 @@ class Calibrated:
         """By `kernels`, at the pace that a long step sustains."""
         low = self._precision_of(work) in LOW_PRECISIONS
         pace = SUSTAINED_LOW if low else SUSTAINED.get(self.cluster.device.arch, SUSTAINED_USUAL)
+        pace *= self.cluster.device.power_pace
         return self._benchmark_s(work) / pace + self._quantise_s(work)
 
     def _precision_of(self, work: Work) -> str:

@@ -23,6 +23,7 @@ from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import Seconds, StateCost, state_cost
 from planner.recompute import MenuPoint
+from planner.sends import crossing_s
 from planner.schedule import StageTime, bubble_s, held_batches, pipeline_step_s
 from planner.stage_bytes import early_bytes, gathered_bytes, point_of, stage_cost
 from planner.stage_problem import (
@@ -249,7 +250,7 @@ class _Evaluation:
         }  # fmt: skip
         for value in sorted(crossing):
             ways = 2 if value in program.has_gradient and not self.cost.sends_meet else 1
-            seconds += ways * self.cost.send_s(program.local_type_of(value).bytes(1), stage)
+            seconds += ways * crossing_s(program, value, self.cost, stage)
         return seconds
 
     # the exact stages
@@ -305,7 +306,7 @@ class _Evaluation:
                 backward[s] += self._backward(point)
             backward[s] += Seconds(self._accumulate_s(self._state_of_stage(program, s)))
         for message in program.messages:
-            send_s = self.cost.send_s(message.type.bytes(1), message.source)
+            send_s = crossing_s(program, message.value, self.cost, message.source)
             ends = (message.source, message.target)
             for s in ends[:1] if self.cost.sends_meet else ends:
                 exposed_s = exposed_send_s(send_s, forward[s].compute_s, self._virtual)

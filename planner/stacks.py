@@ -39,7 +39,7 @@ class Stack:
     `fuses_accumulation`: products of weight gradients add to the sum (Megatron's
     `gradient_accumulation_fusion`). `whole_tensors`: ZeRO-1 hands out whole tensors, broadcast by
     their owners after the update (InternEvo's hybrid_zero_optim.py, with its configurations'
-    `overlap_sync_param=False`). `scaling`: of 8-bit operands.
+    `overlap_sync_param=False`). `scatters_sends`: see `planner.sends`. `scaling`: of 8-bit operands.
     `pads_vocabulary`: to a multiple of 128 on every rank of the tensor axis (Megatron's
     `make_vocab_size_divisible_by`), so that its products stay aligned.
     """
@@ -57,6 +57,7 @@ class Stack:
     compiles: bool = False
     fuses_accumulation: bool = False
     whole_tensors: bool = False
+    scatters_sends: bool = False
     scaling: str = "delayed"
 
 
@@ -66,10 +67,10 @@ _TORCHAO = replace(_FSDP, scaling="tensorwise")
 _XLA = Stack(graph=True, compiles=True)
 STACKS = {
     "megatron-deepspeed": replace(
-        _MEGATRON, overlaps=False, dropout=True, fuses_accumulation=False
+        _MEGATRON, overlaps=False, dropout=True, fuses_accumulation=False, scatters_sends=True
     ),
     "megatron-lm 2021": replace(
-        _MEGATRON, overlaps=False, dropout=True, fuses_accumulation=False
+        _MEGATRON, overlaps=False, dropout=True, fuses_accumulation=False, scatters_sends=True
     ),
     "megatron-core": _MEGATRON,
     "megatron-core CI": _MEGATRON,
@@ -115,6 +116,7 @@ def traits_of(row: Mapping[str, str], device: Device) -> Traits:
         fuses_norms=stack.compiles or _states(row, "compile", False),
         fused_accumulation=stack.fuses_accumulation,
         whole_tensors=stack.whole_tensors,
+        scatters_sends=stack.scatters_sends,
         scaling=_scaling(row, precision, stack),
         clips=True,
         scales_loss=precision == "fp16",

@@ -27,7 +27,7 @@ class Traits:
     `matmul_precision`: of matrix products; "" as traced. `scaling`: how operands get their scales
     in 8 and 4 bits (`planner.quantise`). `overlap_gradients`: the data axis reduces
     gradients of one layer under the backward of the next. `overlap_tensor`: collectives of the
-    tensor axis run under products. `zero_stage`: 1 cuts optimizer state over `zero_group` data
+    tensor axis run under products. `scatters_sends`: its ranks share the sending of what all hold. `zero_stage`: 1 cuts optimizer state over `zero_group` data
     ranks (0: all), 2 also gradients, 3 also parameters. `whole_tensors`: stage 1 hands out tensors
     whole: gradients are all-reduced and every owner broadcasts what it updated. `virtual_stages`: pieces of the model per
     pipeline rank. `gradient_dtype`: of accumulated and reduced gradients; "" as the parameter.
@@ -50,6 +50,7 @@ class Traits:
     zero_group: int = 0
     whole_tensors: bool = False
     virtual_stages: int = 1
+    scatters_sends: bool = False
     gradient_dtype: str = ""
     master_weights: bool = False
     fused_optimizer: bool = True

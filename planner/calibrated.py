@@ -35,14 +35,33 @@ megatron/optimizer/optimizer.py), and the new parameters copied back."""
 ACCUMULATED_PASSES, FUSED_PASSES = 3.0, 2.0
 """Read the sum and the new gradient, write the sum; products that add to the sum write it alone."""
 LOW_PRECISIONS = ("float8_e4m3fn", "mxfp8", "nvfp4")
-SUSTAINED, SUSTAINED_USUAL, SUSTAINED_LOW = {"Hopper": 0.66}, 0.80, 0.85
-"""Pace of matrix products within a long training step over that of the best benchmark of the same
-shape: the power limit is shared with memory traffic and neighbours, operands are not warm, and
-layouts are not the fastest. Hopper's 16-bit units meet their power limit first. Fitted on the rows
-of benchmarks/data whose time is nearly all compute; by architecture and width of the operands."""
 LOGIT_COPIES = 2
 """fp32 tensors of the logits' size that `runtime.ops.cross_entropy` has at its peak: the copy and
 its exponentials."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paces:
+    """Pace of matrix products within a long training step over that of the best benchmark of the
+    same shape: the power limit is shared with memory traffic and neighbours, operands are not warm,
+    and layouts are not the fastest.
+
+    `usual`: 16 bits, and wider; `hopper`: 16 bits on Hopper, whose units meet their power limit
+    first; `low`: 8 and 4 bits. Fitted on benchmarks/data by benchmarks/fitted.py.
+    """
+
+    usual: float = 0.70
+    hopper: float = 0.68
+    low: float = 0.78
+
+    def of(self, arch: str, precision: str) -> float:
+        """By architecture and width of the operands."""
+        if precision in LOW_PRECISIONS:
+            return self.low
+        return self.hopper if arch == "Hopper" else self.usual
+
+
+PACES = Paces()
 
 
 @dataclass(frozen=True)
@@ -52,6 +71,7 @@ class Calibrated:
     cluster: Cluster
     mesh: Mesh
     traits: Traits = OURS
+    paces: Paces = PACES
 
     @property
     def capacity_bytes(self) -> int:
@@ -100,9 +120,8 @@ class Calibrated:
 
     def _product_s(self, work: Work) -> float:
         """By `kernels`, at the pace that a long step sustains."""
-        low = self._precision_of(work) in LOW_PRECISIONS
-        pace = SUSTAINED_LOW if low else SUSTAINED.get(self.cluster.device.arch, SUSTAINED_USUAL)
-        pace *= self.cluster.device.power_pace
+        device = self.cluster.device
+        pace = self.paces.of(device.arch, self._precision_of(work)) * device.power_pace
         return self._benchmark_s(work) / pace + self._quantise_s(work)
 
     def _precision_of(self, work: Work) -> str:
@@ -210,8 +229,10 @@ def _part_groups(cluster: Cluster, mesh: Mesh, members: int, across: bool) -> Gr
     return lay_out(cluster, parts)
 
 
-def cost_model(cluster: Cluster, mesh: Mesh, traits: Traits = OURS) -> CostModel:
+def cost_model(
+    cluster: Cluster, mesh: Mesh, traits: Traits = OURS, paces: Paces = PACES
+) -> CostModel:
     """`Calibrated` for devices whose units are known, else `Roofline`."""
     if cluster.device.sm_count == 0:
         return Roofline(cluster, mesh)
-    return Calibrated(cluster, mesh, traits)
+    return Calibrated(cluster, mesh, traits, paces)

@@ -23,8 +23,8 @@ from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import Seconds, StateCost, state_cost
 from planner.recompute import MenuPoint
-from planner.sends import crossing_s
 from planner.schedule import StageTime, bubble_s, held_batches, pipeline_step_s
+from planner.sends import crossing_s
 from planner.stage_bytes import early_bytes, gathered_bytes, point_of, stage_cost
 from planner.stage_problem import (
     Assignment,

@@ -70,7 +70,8 @@ def exchange(load: Load, cost: CostModel) -> Exchange:
     if cost.traits.zero_stage == 3:
         return _zero3(load, cost)
     if cost.traits.zero_stage == 0:
-        reduced_s = _hidden(load.gradient_bytes, load.backward_s, load.layers, cost, "all_reduce")
+        pieces = load.layers if cost.traits.combines_gradients else load.tensors
+        reduced_s = _hidden(load.gradient_bytes, load.backward_s, pieces, cost, "all_reduce")
         return Exchange(step_s=reduced_s)
     if cost.traits.whole_tensors:
         reduced_s = _hidden(load.gradient_bytes, load.backward_s, load.layers, cost, "all_reduce")
@@ -105,10 +106,11 @@ def exposed_send_s(send_s: float, compute_s: float, virtual_stages: int) -> floa
 
 
 def _hidden(
-    size_bytes: float, under_s: float, layers: int, cost: CostModel, op: str, axis: str = "data"
+    size_bytes: float, under_s: float, pieces: int, cost: CostModel, op: str, axis: str = "data"
 ) -> float:
-    """(1) or (2), in buckets of a layer or `BUCKET_BYTES`, whichever is more."""
-    buckets = max(1, min(layers, ceil(size_bytes / BUCKET_BYTES)))
+    """(1) or (2), in buckets of a piece or `BUCKET_BYTES`, whichever is more; or piece by piece."""
+    fewest = ceil(size_bytes / BUCKET_BYTES) if cost.traits.combines_gradients else pieces
+    buckets = max(1, min(pieces, fewest))
     each_s = cost.collective_s(op, size_bytes / buckets, axis)
     if not cost.traits.overlap_gradients:
         return buckets * each_s

@@ -66,7 +66,8 @@ def groups(
         if fusable:
             parent[i] = i
             for j in sources:
-                if j in parent and depth[j] == depth[i] and (across_norms or not _parts(nodes[j], node)):
+                joins = across_norms or not _parts(nodes[j], node)
+                if j in parent and depth[j] == depth[i] and joins:
                     parent[root(j)] = root(i)
         maker |= dict.fromkeys(node.outputs, i)
     return _priced(nodes, storage, wanted, {i: root(i) for i in parent})

@@ -16,7 +16,7 @@ _PRODUCT, _LOSS, _LOSS_BACKWARD = "einsum", "cross_entropy", "cross_entropy_back
 
 
 def logit_products(lowered: Lowered) -> frozenset[str]:
-    """The product that a cross-entropy reads, with no other one between, and the two of backward."""
+    """The product that a cross-entropy reads, with no other between, and the two of backward."""
     wanted = {name for node in lowered.forward if node.op == _LOSS for name in node.inputs}
     made = _reached(reversed(lowered.forward), wanted, backwards=True)
     gradients = {n for node in lowered.backward if node.op == _LOSS_BACKWARD for n in node.outputs}

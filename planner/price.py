@@ -127,7 +127,8 @@ class NodeTimes:
         found = Seconds()
         fused: set[str] = set()
         if self.cost.traits.fused_elementwise:
-            for group in groups(nodes, self.storage, wanted, COLLECTIVES, self.cost.traits.fuses_norms):
+            across = self.cost.traits.fuses_norms
+            for group in groups(nodes, self.storage, wanted, COLLECTIVES, across):
                 found += Seconds(self.cost.group_s(group.moved_bytes), 0.0, 1.0)
                 fused |= set(group.nodes)
         for node in nodes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ir.cluster import Cluster, Mesh
 from ir.errors import UsageError
 from ir.topology import DOMAIN, NETWORK, Level, named_device, network, node_levels
-from planner.stacks import selective_of, traits_of
+from planner.stacks import least_recompute, selective_of, traits_of
 from planner.traits import Traits
 
 RECOMPUTE = ("none", "selective", "full")
@@ -28,6 +28,7 @@ class Configuration:
     `rows`: sequences per micro-batch and rank. `micro_batches`: per step. `sequence_cuts`: whether
     activations between blocks are cut over the tensor axis. `memory_kind`: the reading that a
     peak is compared with: "allocated" or "reserved" by torch, else of the whole device.
+    `least_recompute`: of `RECOMPUTE`, the least that is tried where it is open.
     """
 
     cluster: Cluster
@@ -41,6 +42,7 @@ class Configuration:
     sequence_cuts: bool | None
     traits: Traits
     memory_kind: str = ""
+    least_recompute: str = "none"
     optimizer: str = "adamw"
 
     @property
@@ -68,7 +70,7 @@ def read_configuration(row: Mapping[str, str], cluster: Cluster | None = None) -
         _virtual_stages(row, mesh), _zero_stage(row),
         {"0": False, "1": True}.get(row.get("sequence_parallel") or ""),
         replace(traits, zero_group=_count(row, "shard_group", 0)),
-        (row.get("mem_kind") or "").strip(),
+        (row.get("mem_kind") or "").strip(), least_recompute(row),
     )  # fmt: skip
 
 

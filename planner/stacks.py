@@ -26,22 +26,25 @@ _GRADIENTS = {"": "", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 class Stack:
     """Mechanisms of one stack.
 
-    `overlaps`: gradients are reduced under backward. `fuses`: chains of elementwise ops are one
-    kernel each (hand-written, JIT or a compiler). `graph`: the step is launched as a whole, by a
-    compiler or CUDA graphs. `fp32_gradients`: gradients are accumulated and reduced in float32, but for fp16 with its
-    scaled loss (Megatron-LM arguments.py; DeepSpeed's FP16 and BF16 optimizers).
-    `attention`: the fused kernel; "" the device's usual one. `selective`: what its selective
-    recomputation keeps: all but core attention, or results of every second product ("op").
-    `hides_tensor`: collectives of the tensor axis run in pieces under the products beside them.
-    `dropout`: trains with attention dropout, Megatron's default before 2022's large models.
-    `fused_loss`: cross-entropy is one kernel on 16-bit logits.
-    `compiles`: a compiler fuses across norms, which hand-written kernels do not.
-    `fuses_accumulation`: products of weight gradients add to the sum (Megatron's
-    `gradient_accumulation_fusion`). `whole_tensors`: ZeRO-1 hands out whole tensors, broadcast by
-    their owners after the update (InternEvo's hybrid_zero_optim.py, with its configurations'
-    `overlap_sync_param=False`). `scatters_sends`: see `planner.sends`. `scaling`: of 8-bit operands.
-    `pads_vocabulary`: to a multiple of 128 on every rank of the tensor axis (Megatron's
+    Kernels. `fuses`: chains of elementwise ops are one kernel each (hand-written, JIT or a
+    compiler); `compiles`: across norms too, which hand-written kernels do not. `graph`: the step is
+    launched as a whole, by a compiler or CUDA graphs. `attention`: the kernel; "": the device's
+    own. `dropout`: trains with attention dropout, Megatron's default before 2022's large models.
+    `fused_loss`: cross-entropy is one kernel on 16-bit logits. `fuses_accumulation`: products of
+    weight gradients add to the sum (Megatron's `gradient_accumulation_fusion`). `scaling`: of 8-bit
+    operands. `pads_vocabulary`: to a multiple of 128 on every rank of the tensor axis (Megatron's
     `make_vocab_size_divisible_by`), so that its products stay aligned.
+
+    Recomputation. `selective`: what it keeps: all but core attention, or results of every second
+    product ("op"). `recomputes`: layers always recompute something, at least core attention.
+
+    Exchanges. `overlaps`: gradients are reduced under backward. `combines`: in buckets.
+    `fp32_gradients`: gradients of bf16 runs are accumulated and reduced in float32; fp16 with its
+    scaled loss keeps fp16 (Megatron-LM arguments.py; DeepSpeed's FP16 and BF16 optimizers).
+    `hides_tensor`: collectives of the tensor axis run in pieces under the products beside them.
+    `scatters_sends`: see `planner.sends`. `whole_tensors`: ZeRO-1 hands out whole tensors, which
+    their owners broadcast after the update (InternEvo's hybrid_zero_optim.py, with
+    `overlap_sync_param=False` as in its configurations).
     """
 
     overlaps: bool = True
@@ -58,13 +61,17 @@ class Stack:
     fuses_accumulation: bool = False
     whole_tensors: bool = False
     scatters_sends: bool = False
+    combines: bool = True
+    recomputes: bool = False
     scaling: str = "delayed"
 
 
 _MEGATRON = Stack(pads_vocabulary=True, fuses_accumulation=True)
 _FSDP = Stack(fuses=False, attention="flash2", selective="op")
 _TORCHAO = replace(_FSDP, scaling="tensorwise")
-_XLA = Stack(graph=True, compiles=True)
+_PAX = Stack(compiles=True, combines=False, recomputes=True)
+"""Pax on GPUs: its scripts' XLA_FLAGS turn CUDA graphs off and combine no gradient above 50 kB
+(NVIDIA/JAX-Toolbox, rosetta/projects/pax/README.md); layers in a scan have a checkpoint policy."""
 STACKS = {
     "megatron-deepspeed": replace(
         _MEGATRON, overlaps=False, dropout=True, fuses_accumulation=False, scatters_sends=True
@@ -89,8 +96,8 @@ STACKS = {
         fp32_gradients=False, attention="flash2", fused_loss=True, whole_tensors=True
     ),
     "oneflow": Stack(graph=True, dropout=True),
-    "jax-pax": replace(_XLA, attention="fused_softmax", selective="op"),
-    "jax-pax +TE": replace(_XLA, selective="op"),
+    "jax-pax": replace(_PAX, attention="compiled_softmax"),
+    "jax-pax +TE": _PAX,
 }
 """From the stacks' own documentation and code at the release of the rows."""
 
@@ -117,6 +124,7 @@ def traits_of(row: Mapping[str, str], device: Device) -> Traits:
         fused_accumulation=stack.fuses_accumulation,
         whole_tensors=stack.whole_tensors,
         scatters_sends=stack.scatters_sends,
+        combines_gradients=stack.combines,
         scaling=_scaling(row, precision, stack),
         clips=True,
         scales_loss=precision == "fp16",
@@ -129,6 +137,11 @@ def traits_of(row: Mapping[str, str], device: Device) -> Traits:
 def selective_of(row: Mapping[str, str]) -> str:
     """What "selective" means in a row's stack."""
     return STACKS.get(row.get("framework", ""), Stack()).selective
+
+
+def least_recompute(row: Mapping[str, str]) -> str:
+    """What a row's stack recomputes at least where the row does not say."""
+    return "selective" if STACKS.get(row.get("framework", ""), Stack()).recomputes else "none"
 
 
 def has_fused_loss(row: Mapping[str, str]) -> bool:

@@ -20,22 +20,27 @@ PRECISIONS = ("", "tf32", "float8_e4m3fn", "mxfp8", "nvfp4")
 class Traits:
     """How a step is executed; `UsageError` for values that no stack has.
 
-    `attention`: a kernel of `attention_time`; "auto": the device's usual fused one.
+    Kernels. `attention`: one of `attention_time`; "auto": the device's usual fused one.
     `fused_elementwise`: chains of elementwise ops, norms and cross-entropy are one kernel each.
-    `fuses_norms`: norms join the chains before them, as under a compiler.
-    `fused_accumulation`: products of weight gradients add to the sum themselves.
-    `matmul_precision`: of matrix products; "" as traced. `scaling`: how operands get their scales
-    in 8 and 4 bits (`planner.quantise`). `overlap_gradients`: the data axis reduces
-    gradients of one layer under the backward of the next. `overlap_tensor`: collectives of the
-    tensor axis run under products. `scatters_sends`: its ranks share the sending of what all hold. `zero_stage`: 1 cuts optimizer state over `zero_group` data
-    ranks (0: all), 2 also gradients, 3 also parameters. `whole_tensors`: stage 1 hands out tensors
-    whole: gradients are all-reduced and every owner broadcasts what it updated. `virtual_stages`: pieces of the model per
-    pipeline rank. `gradient_dtype`: of accumulated and reduced gradients; "" as the parameter.
+    `fuses_norms`: norms join the chains before them, as under a compiler. `fused_accumulation`:
+    products of weight gradients add to the sum themselves. `fused_loss`: cross-entropy is one
+    kernel that keeps no copies of the logits. `dropout`: attention drops out scores, whatever was
+    traced. `eager`: the host launches every kernel, so it can be what is waited for.
+    `matmul_precision`: of matrix products; "" as traced. `scaling`: how operands in 8 and 4 bits
+    get their scales (`planner.quantise`).
+
+    Exchanges. `overlap_gradients`: the data axis reduces gradients of one layer under the backward
+    of the next. `combines_gradients`: in buckets; without it every tensor has a collective of its
+    own. `overlap_tensor`: collectives of the tensor axis run under products. `scatters_sends`: its
+    ranks share the sending of what all hold. `zero_stage`: 1 cuts optimizer state over `zero_group`
+    data ranks (0: all), 2 also gradients, 3 also parameters. `whole_tensors`: stage 1 hands out
+    tensors whole: gradients are all-reduced, and every owner broadcasts what it updated.
+    `virtual_stages`: pieces of the model per pipeline rank.
+
+    State. `gradient_dtype`: of accumulated and reduced gradients; "" as the parameter.
     `master_weights`: fp32 copies of parameters and fp32 optimizer state. `fused_optimizer`: one
     pass over all state. `clips`: gradients are cut to a norm. `scales_loss`: they are brought to
-    float32 and divided by the loss scale first. `dropout`: attention drops out scores, whatever was traced. `fused_loss`:
-    cross-entropy is one kernel that keeps no copies of the logits. `eager`: the host launches
-    every kernel, so it can be what is waited for.
+    float32 and divided by the loss scale first.
     """
 
     attention: str = "auto"
@@ -45,6 +50,7 @@ class Traits:
     matmul_precision: str = ""
     scaling: str = "delayed"
     overlap_gradients: bool = False
+    combines_gradients: bool = True
     overlap_tensor: bool = False
     zero_stage: int = 0
     zero_group: int = 0

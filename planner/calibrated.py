@@ -173,8 +173,17 @@ class Calibrated:
         return 0.0, 0.0
 
     def host_s(self, launches: float) -> float:
-        """The host's time of a run of kernels; 0 unless it launches them one by one (`eager`)."""
-        return launch_bound_s(launches, self.cluster.device) if self.traits.eager else 0.0
+        """The host's time of a run of kernels; 0 unless it launches them one by one (`eager`).
+
+        Where it waits for each (`blocking`), the start of the next and its own waking are not
+        hidden either: a launch each.
+        """
+        if not self.traits.eager:
+            return 0.0
+        seconds = launch_bound_s(launches, self.cluster.device)
+        if self.traits.blocking:
+            seconds += 2 * launches * self.cluster.device.kernel_launch_s
+        return seconds
 
     def accumulate_s(self, gradient_bytes: float) -> float:
         """Passes over the sum and the new gradient, or over the sum alone in fused products."""

@@ -203,12 +203,10 @@ class _Evaluation:
         """One micro-batch through one block, with its share of the prologue; the slower of the
         device and the host that launches its kernels."""
         prologue = self.found.times[variant].prologue.times(1 / self.candidate.micro_batches)
-        seconds = self._pipelined(point.forward) + prologue
-        return seconds.at_least(self.cost.host_s(seconds.launches))
+        return (self._pipelined(point.forward) + prologue).launched(self.cost)
 
     def _backward(self, point: MenuPoint) -> Seconds:
-        seconds = self._pipelined(point.backward)
-        return seconds.at_least(self.cost.host_s(seconds.launches))
+        return self._pipelined(point.backward).launched(self.cost)
 
     def _pipelined(self, seconds: Seconds) -> Seconds:
         exposed_s = exposed_tensor_s(seconds.communication_s, seconds.compute_s, self.cost)

@@ -16,7 +16,7 @@ from ir.ops import op_def
 from ir.spmd import Spmd
 from planner.cost import CostModel
 from planner.exchange import is_bucketed, zero_members
-from planner.fusion import groups
+from planner.fusion import groups, library_members
 from planner.logits import logit_products
 from planner.storage import Storage
 from planner.work import Work, work_of
@@ -53,9 +53,11 @@ class Seconds:
             self.compute_s * factor, self.communication_s * factor, self.launches * factor
         )
 
-    def at_least(self, host_s: float) -> Seconds:
-        """The same while the device waits for a host that needs `host_s`."""
-        waiting_s = max(0.0, host_s - self.total_s)
+    def launched(self, cost: CostModel) -> Seconds:
+        """The same with the host that launches the kernels: the slower of both, or one after the
+        other where it waits for each kernel."""
+        host_s = cost.host_s(self.launches)
+        waiting_s = host_s if cost.traits.blocking else max(0.0, host_s - self.total_s)
         return Seconds(self.compute_s + waiting_s, self.communication_s, self.launches)
 
 
@@ -126,9 +128,11 @@ class NodeTimes:
         """Of a list of nodes whose values `wanted` are read outside it."""
         found = Seconds()
         fused: set[str] = set()
-        if self.cost.traits.fused_elementwise:
-            across = self.cost.traits.fuses_norms
-            for group in groups(nodes, self.storage, wanted, COLLECTIVES, across):
+        traits = self.cost.traits
+        if traits.fused_elementwise or traits.library_kernels:
+            only = None if traits.fused_elementwise else library_members(nodes)
+            across = traits.fuses_norms and only is None
+            for group in groups(nodes, self.storage, wanted, COLLECTIVES, across, only):
                 found += Seconds(self.cost.group_s(group.moved_bytes), 0.0, 1.0)
                 fused |= set(group.nodes)
         for node in nodes:

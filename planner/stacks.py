@@ -28,9 +28,10 @@ class Stack:
 
     Kernels. `fuses`: chains of elementwise ops are one kernel each (hand-written, JIT or a
     compiler); `compiles`: across norms too, which hand-written kernels do not. `graph`: the step is
-    launched as a whole, by a compiler or CUDA graphs. `attention`: the kernel; "": the device's
-    own. `dropout`: trains with attention dropout, Megatron's default before 2022's large models.
-    `fused_loss`: cross-entropy is one kernel on 16-bit logits. `fuses_accumulation`: products of
+    launched as a whole, by a compiler or CUDA graphs. `blocking`: the host waits for every kernel
+    (BLOOM's jobs hung without CUDA_LAUNCH_BLOCKING=1: bigscience, train/tr11-176B-ml). `attention`:
+    the kernel; "": the device's own. `dropout`: trains with attention dropout, Megatron's default
+    before 2022's large models. `fused_loss`: cross-entropy is one kernel on 16-bit logits. `fuses_accumulation`: products of
     weight gradients add to the sum (Megatron's `gradient_accumulation_fusion`). `scaling`: of 8-bit
     operands. `pads_vocabulary`: to a multiple of 128 on every rank of the tensor axis (Megatron's
     `make_vocab_size_divisible_by`), so that its products stay aligned.
@@ -61,6 +62,7 @@ class Stack:
     fuses_accumulation: bool = False
     whole_tensors: bool = False
     scatters_sends: bool = False
+    blocking: bool = False
     combines: bool = True
     recomputes: bool = False
     scaling: str = "delayed"
@@ -74,7 +76,8 @@ _PAX = Stack(compiles=True, combines=False, recomputes=True)
 (NVIDIA/JAX-Toolbox, rosetta/projects/pax/README.md); layers in a scan have a checkpoint policy."""
 STACKS = {
     "megatron-deepspeed": replace(
-        _MEGATRON, overlaps=False, dropout=True, fuses_accumulation=False, scatters_sends=True
+        _MEGATRON, overlaps=False, dropout=True, fuses_accumulation=False, scatters_sends=True,
+        blocking=True,
     ),
     "megatron-lm 2021": replace(
         _MEGATRON, overlaps=False, dropout=True, fuses_accumulation=False, scatters_sends=True
@@ -120,10 +123,12 @@ def traits_of(row: Mapping[str, str], device: Device) -> Traits:
         overlap_tensor=_states(row, "tp_overlap", stack.hides_tensor),
         dropout=stack.dropout,
         fused_loss=stack.fused_loss,
+        library_kernels=True,
         fuses_norms=stack.compiles or _states(row, "compile", False),
         fused_accumulation=stack.fuses_accumulation,
         whole_tensors=stack.whole_tensors,
         scatters_sends=stack.scatters_sends,
+        blocking=stack.blocking,
         combines_gradients=stack.combines,
         scaling=_scaling(row, precision, stack),
         clips=True,

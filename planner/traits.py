@@ -22,10 +22,12 @@ class Traits:
 
     Kernels. `attention`: one of `attention_time`; "auto": the device's usual fused one.
     `fused_elementwise`: chains of elementwise ops, norms and cross-entropy are one kernel each.
-    `fuses_norms`: norms join the chains before them, as under a compiler. `fused_accumulation`:
+    `fuses_norms`: norms join the chains before them, as under a compiler. `library_kernels`: without
+    either, norms with their weights and the backward of splits still are one kernel each. `fused_accumulation`:
     products of weight gradients add to the sum themselves. `fused_loss`: cross-entropy is one
     kernel that keeps no copies of the logits. `dropout`: attention drops out scores, whatever was
     traced. `eager`: the host launches every kernel, so it can be what is waited for.
+    `blocking`: and waits for each (CUDA_LAUNCH_BLOCKING=1).
     `matmul_precision`: of matrix products; "" as traced. `scaling`: how operands in 8 and 4 bits
     get their scales (`planner.quantise`).
 
@@ -46,6 +48,7 @@ class Traits:
     attention: str = "auto"
     fused_elementwise: bool = False
     fuses_norms: bool = True
+    library_kernels: bool = False
     fused_accumulation: bool = False
     matmul_precision: str = ""
     scaling: str = "delayed"
@@ -65,6 +68,7 @@ class Traits:
     dropout: bool = False
     fused_loss: bool = False
     eager: bool = False
+    blocking: bool = False
 
     def __post_init__(self) -> None:
         _known("attention", self.attention, ATTENTIONS)

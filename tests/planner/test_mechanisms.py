@@ -1,5 +1,6 @@
 """What stacks and devices do differently, each mechanism by numbers worked out by hand."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,12 +11,12 @@ from planner.attention_time import attention_s
 from planner.calibrated import PACES, Calibrated
 from planner.collectives import fastest
 from planner.exchange import BUCKET_BYTES, Load, exchange
-from planner.fusion import groups
+from planner.fusion import groups, library_members
 from planner.kernels import matmul_s, memory_s
 from planner.links import axis_groups
 from planner.logits import logit_products
 from planner.predict import Predictor
-from planner.price import COLLECTIVES
+from planner.price import COLLECTIVES, Seconds
 from planner.quantise import quantise_bytes
 from planner.rows import read_configuration
 from planner.sends import crossing_s
@@ -149,6 +150,22 @@ def test_hand_written_norms_read_what_the_residual_wrote(found) -> None:
     assert moved(False) - moved(True) == 2 * 2048 * 1024 * 2
 
 
+def test_library_kernels_hold_a_norm_and_a_splits_gradients(found) -> None:
+    lowered = next(
+        block for block in found.evaluated.pieces.lowered if block.block.name == "layers"
+    )
+    ops = {node.outputs[0]: node.op for node in (*lowered.forward, *lowered.backward)}
+
+    def counts(nodes) -> dict[str, int]:
+        return Counter(ops[name] for name in library_members(nodes))
+
+    assert counts(lowered.forward) == {"normalize": 2, "mul.Tensor": 2, "add.Tensor": 2}
+    assert counts(lowered.backward) == {
+        "normalize_backward": 2, "mul.Tensor": 4, "sum": 2, "select_backward.default": 3,
+        "add.Tensor": 2,
+    }  # fmt: skip
+
+
 def test_clipping_and_a_scaled_loss_pass_over_wide_gradients() -> None:
     def gigabytes(**traits: bool) -> float:
         model = Calibrated(NODES, Mesh(), Traits(master_weights=True, **traits))
@@ -205,6 +222,15 @@ def test_boards_without_a_switch_have_a_link_to_each_neighbour() -> None:
     cluster = Cluster.parse("8xV100-16GB")
     pair, all_eight = (axis_groups(cluster, Mesh(1, 8 // t, t), "tensor") for t in (2, 8))
     assert all_eight.ring_bytes_per_s == pytest.approx(7 * pair.ring_bytes_per_s)
+
+
+def test_a_host_that_waits_for_every_kernel_adds_its_time() -> None:
+    work = Seconds(1e-3, 2e-3, 100.0)
+    plain = Calibrated(NODES, Mesh(), Traits(eager=True))
+    waits = Calibrated(NODES, Mesh(), Traits(eager=True, blocking=True))
+    assert work.launched(plain) == work
+    assert Seconds(0.0, 0.0, 100.0).launched(plain).total_s == pytest.approx(100 * 7e-6)
+    assert work.launched(waits).total_s == pytest.approx(3e-3 + 100 * (7e-6 + 2 * 5e-6))
 
 
 def test_scanned_layers_recompute_at_least_core_attention() -> None:

@@ -31,10 +31,11 @@ class Stack:
     launched as a whole, by a compiler or CUDA graphs. `blocking`: the host waits for every kernel
     (BLOOM's jobs hung without CUDA_LAUNCH_BLOCKING=1: bigscience, train/tr11-176B-ml). `attention`:
     the kernel; "": the device's own. `dropout`: trains with attention dropout, Megatron's default
-    before 2022's large models. `fused_loss`: cross-entropy is one kernel on 16-bit logits. `fuses_accumulation`: products of
-    weight gradients add to the sum (Megatron's `gradient_accumulation_fusion`). `scaling`: of 8-bit
-    operands. `pads_vocabulary`: to a multiple of 128 on every rank of the tensor axis (Megatron's
-    `make_vocab_size_divisible_by`), so that its products stay aligned.
+    before 2022's large models. `fused_loss`: cross-entropy is one kernel on 16-bit logits.
+    `fuses_accumulation`: products of weight gradients add to the sum (Megatron's
+    `gradient_accumulation_fusion`). `scaling`: of 8-bit operands. `pads_vocabulary`: to a multiple
+    of 128 on every rank of the tensor axis (Megatron's `make_vocab_size_divisible_by`), so that its
+    products stay aligned.
 
     Recomputation. `selective`: what it keeps: all but core attention, or results of every second
     product ("op"). `recomputes`: layers always recompute something, at least core attention.

@@ -22,14 +22,14 @@ class Traits:
 
     Kernels. `attention`: one of `attention_time`; "auto": the device's usual fused one.
     `fused_elementwise`: chains of elementwise ops, norms and cross-entropy are one kernel each.
-    `fuses_norms`: norms join the chains before them, as under a compiler. `library_kernels`: without
-    either, norms with their weights and the backward of splits still are one kernel each. `fused_accumulation`:
-    products of weight gradients add to the sum themselves. `fused_loss`: cross-entropy is one
-    kernel that keeps no copies of the logits. `dropout`: attention drops out scores, whatever was
-    traced. `eager`: the host launches every kernel, so it can be what is waited for.
-    `blocking`: and waits for each (CUDA_LAUNCH_BLOCKING=1).
-    `matmul_precision`: of matrix products; "" as traced. `scaling`: how operands in 8 and 4 bits
-    get their scales (`planner.quantise`).
+    `fuses_norms`: norms join the chains before them, as under a compiler. `library_kernels`:
+    without either, norms with their weights and the backward of splits are one kernel each.
+    `fused_accumulation`: products of weight gradients add to the sum themselves. `fused_loss`:
+    cross-entropy is one kernel that keeps no copies of the logits. `dropout`: attention drops out
+    scores, whatever was traced. `eager`: the host launches every kernel, so it can be what is
+    waited for. `blocking`: and waits for each (CUDA_LAUNCH_BLOCKING=1). `matmul_precision`: of
+    matrix products; "" as traced. `scaling`: how operands in 8 and 4 bits get their scales
+    (`planner.quantise`).
 
     Exchanges. `overlap_gradients`: the data axis reduces gradients of one layer under the backward
     of the next. `combines_gradients`: in buckets; without it every tensor has a collective of its
@@ -72,7 +72,7 @@ class Traits:
 
     def __post_init__(self) -> None:
         _known("attention", self.attention, ATTENTIONS)
-        _known("scaling", self.scaling, SCALINGS)
+        _known("scaling", self.scaling, tuple(SCALINGS))
         _known("matmul_precision", self.matmul_precision, PRECISIONS)
         _known("gradient_dtype", self.gradient_dtype, ("", "bfloat16", "float16", "float32"))
         _known("zero_stage", self.zero_stage, (0, 1, 2, 3))

@@ -43,26 +43,28 @@ BISECTIONS = 40
 WORST_RATIO = 1.3
 """What leaving a source out may multiply its error by."""
 BEGIN, END = "<!-- left out: begin -->", "<!-- left out: end -->"
-FIELDS = ("id", "t", "wide", "low")
+FIELDS = ("id", "t", "wide", "narrow", *CLASSES)
+"""Of a slope table: seconds at the paces of `CLASSES`, and what `STEP` adds in 16 and in 8 bits."""
 Row = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """(1) of one row: seconds at `PACES`, and per unit of 1/pace of its 16-bit and 8-bit class."""
+    """(1) of one row: seconds at paces `at`, and per unit of 1/pace of its 16- and 8-bit class."""
 
     source: str
     measured_s: float
-    at_paces_s: float
+    base_s: float
+    at: Paces
     slopes: Mapping[str, float]
 
     def seconds(self, paces: Paces) -> float:
         """The step at other paces."""
         moved = (
-            slope * (1 / getattr(paces, name) - 1 / getattr(PACES, name))
+            slope * (1 / getattr(paces, name) - 1 / getattr(self.at, name))
             for name, slope in self.slopes.items()
         )
-        return self.at_paces_s + sum(moved)
+        return self.base_s + sum(moved)
 
     def error(self, paces: Paces) -> float:
         """log(predicted / measured)."""
@@ -90,18 +92,19 @@ def raised(*names: str) -> Paces:
 
 
 def slope_table(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """A record of `FIELDS` per row: seconds, and what `STEP` adds to them by width."""
+    """A record of `FIELDS` per row."""
     settings = (PACES, raised("usual", "hopper"), raised("low"))
     low = [row for row in rows if row["precision"] not in ("bf16", "fp16")]
     jobs = ((rows, settings[0]), (rows, settings[1]), (low, settings[2]))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=context) as pool:
         base, wide, narrow = (f.result() for f in [pool.submit(step_seconds, *j) for j in jobs])
+    at = {name: repr(getattr(PACES, name)) for name in CLASSES}
     return [
         {
             "id": name, "t": repr(t), "wide": repr(wide[name] - t),
-            "low": repr(narrow.get(name, t) - t),
-        }
+            "narrow": repr(narrow.get(name, t) - t),
+        } | at
         for name, t in base.items()
     ]  # fmt: skip
 
@@ -114,9 +117,10 @@ def lines(rows: Sequence[Row], table: Iterable[Row]) -> list[Line]:
         if row is None or not row["step_s"] or row["oom"] == "1":
             continue
         wide = "hopper" if row["device"].startswith(("H100", "H200", "H20")) else "usual"
-        rises = {wide: float(record["wide"]), "low": float(record["low"])}
-        slopes = {n: rise * getattr(PACES, n) / STEP for n, rise in rises.items() if rise > 0}
-        found.append(Line(row["source"], float(row["step_s"]), float(record["t"]), slopes))
+        at = Paces(*(float(record[name]) for name in CLASSES))
+        rises = {wide: float(record["wide"]), "low": float(record["narrow"])}
+        slopes = {n: rise * getattr(at, n) / STEP for n, rise in rises.items() if rise > 0}
+        found.append(Line(row["source"], float(row["step_s"]), float(record["t"]), at, slopes))
     return found
 
 
@@ -143,8 +147,7 @@ def _centred(rows: Sequence[Line], name: str, paces: Paces) -> float:
         middle = exp((log(slow) + log(fast)) / 2)
         tried = replace(paces, **{name: middle})
         error = sum(
-            line.error(tried) * line.share(name, tried) / sqrt(counts[line.source])
-            for line in rows
+            line.error(tried) * line.share(name, tried) / sqrt(counts[line.source]) for line in rows
         )
         slow, fast = (middle, fast) if error > 0 else (slow, middle)
     return fast

@@ -51,8 +51,8 @@ class Paces:
     """
 
     usual: float = 0.70
-    hopper: float = 0.68
-    low: float = 0.78
+    hopper: float = 0.67
+    low: float = 0.77
 
     def of(self, arch: str, precision: str) -> float:
         """By architecture and width of the operands."""

@@ -107,7 +107,7 @@ STACKS = {
 
 
 def traits_of(row: Mapping[str, str], device: Device) -> Traits:
-    """The traits of a row's stack and configuration; unknown stacks do as ours does."""
+    """The traits of a row's stack and configuration; unknown stacks do as plain torch."""
     stack = STACKS.get(row.get("framework", ""), Stack(fuses=False))
     precision = row.get("precision") or "bf16"
     if precision not in PRECISIONS:

@@ -24,7 +24,7 @@ from planner.explain import explain
 from planner.predict import Predicted, Predictor
 from planner.predict_table import COLUMNS, Row, predict_row, predict_table, record
 from planner.rows import read_configuration
-from planner.stacks import has_wide_logits, padded_vocab
+from planner.stacks import has_wide_logits, padded_vocabulary
 from planner.table_file import read_rows, whole_file, write_rows
 from runtime.row_models import RowShape, build_row_model, probe_of, row_shape, size_changes
 
@@ -42,9 +42,8 @@ class RowGraphs:
     def __call__(self, row: Row) -> Graph:
         """The graph of a row's model; `ValueError` for sizes that make no model."""
         stated = row_shape(row)
-        shape = replace(
-            stated, wide_logits=has_wide_logits(row), vocab=padded_vocab(row, stated.vocab)
-        )
+        vocab = padded_vocabulary(row, stated.vocab)
+        shape = replace(stated, vocab=vocab, wide_logits=has_wide_logits(row))
         if shape not in self.graphs:
             probe = probe_of(shape)
             if probe not in self.probes:

@@ -40,6 +40,9 @@ _BURST_FRACTION = {"Hopper": 0.98, "Blackwell": 0.80}
 # FlashAttention-2 reaches 0.50-0.73 of the peak on A100 (arXiv 2307.08691) and 0.35 on H100
 # (arXiv 2407.08608); Blackwell and CDNA are taken as H100, others as A100.
 _ATTENTION_FRACTION = {"Hopper": 0.35, "Blackwell": 0.35, "CDNA2": 0.35, "CDNA3": 0.35}
+# Watts of the power limit per dense bf16 TFLOP/s of the part that an architecture's constants were
+# measured on: H100 SXM (700 of 989), GB200 (1200 of 2500).
+_WATTS_PER_TFLOPS = {"Hopper": 700 / 989.4, "Blackwell": 1200 / 2500}
 # Bytes that one SM takes from L2 per clock, all at once. A100: 5120 over 108 SMs (NVIDIA A100
 # whitepaper). V100: 2048 over 80 (arXiv 1804.06826). Hopper, Blackwell, CDNA3: fitted with the
 # constants of `planner.tiles`. Ada, Turing: about 5 TB/s on RTX 4090 (recalled, not re-read).
@@ -85,6 +88,7 @@ class ChipFields(TypedDict):
     low_precision_fraction: float
     attention_fraction: float
     memory_fraction: float
+    power_pace: float
 
 
 def chip_fields(row: dict[str, str], share: float) -> ChipFields:
@@ -110,7 +114,20 @@ def chip_fields(row: dict[str, str], share: float) -> ChipFields:
         low_precision_fraction=_measured(_LOW_PRECISION_FRACTION, row["gpu"], arch, fraction),
         attention_fraction=_ATTENTION_FRACTION.get(arch, 0.60),
         memory_fraction=_MEMORY_FRACTION.get(arch, 0.87),
+        power_pace=_power_pace(row, arch),
     )
+
+
+def _power_pace(row: dict[str, str], arch: str) -> float:
+    """Clock that the power limit sustains, relative to the architecture's measured part.
+
+    Dynamic power goes with f V^2 and V with f, so the clock with the cube root of the watts that
+    are there per unit.
+    """
+    watts, peak = _number(row["tdp_w"]), _number(row["bf16_tflops"])
+    if arch not in _WATTS_PER_TFLOPS or not watts or not peak:
+        return 1.0
+    return float((watts / peak / _WATTS_PER_TFLOPS[arch]) ** (1 / 3))
 
 
 def peaks(row: dict[str, str], share: float) -> tuple[tuple[str, float], ...]:

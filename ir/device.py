@@ -83,6 +83,7 @@ class Device:
     context, libraries and fragmentation take. `kernel_launch_s` is the least that a kernel costs
     a host that launches them one by one, `kernel_fixed_s` what each costs the device when it was
     queued in time: start, fill and drain (tiny kernels in a CUDA graph take about 3 us).
+    `power_pace`: clock under the power limit, relative to the part that the fractions are from.
     An SM is a CU on AMD; `sm_count` 0 means unknown, as on a CPU: only rates are used then.
     """
 
@@ -106,6 +107,7 @@ class Device:
     burst_fraction: float = 0.80
     low_precision_fraction: float = 0.80
     kernel_fixed_s: float = 3e-6
+    power_pace: float = 1.0
 
     @property
     def sustained_bandwidth_bytes_per_s(self) -> float:
@@ -161,7 +163,9 @@ def inner_link(name: str, members: int) -> Link:
     if row["link_gbs_per_dir"] and bridged:
         is_xgmi = row["arch"].startswith("CDNA")
         rate = float(row["link_gbs_per_dir"]) * 1e9
-        return Link("xGMI" if is_xgmi else "NVLink", rate, _NVLINK_LATENCY_S, fraction, is_xgmi)
+        # SXM2 boards have no switch: links to single neighbours (`nvidia-smi topo -m`: NV1, NV2).
+        paired = is_xgmi or "SXM2" in row["gpu"]
+        return Link("xGMI" if is_xgmi else "NVLink", rate, _NVLINK_LATENCY_S, fraction, paired)
     return Link("PCIe", pcie_bytes_per_s(name), _PCIE_LATENCY_S, 0.80)
 
 

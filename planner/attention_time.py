@@ -13,7 +13,7 @@ from ir.device import Device
 from planner.kernels import element_bytes, matmul_s, memory_s
 from planner.tiles import waves
 
-UNFUSED = ("unfused", "fused_softmax")
+UNFUSED = ("unfused", "compiled_softmax", "fused_softmax")
 FLASH = ("flash1", "flash2", "flash3", "cudnn")
 KERNELS = UNFUSED + FLASH
 
@@ -21,8 +21,13 @@ _BLOCK = 128  # queries (backward: keys) that one SM works on
 _EXPONENTIALS_PER_CLOCK = 16  # of an SM's special-function unit (CUDA C programming guide)
 # Passes over the q x k scores in memory, forward and backward, besides those of the products: a
 # read and a write of scale, mask and softmax, whose backward reads two; one of dropout with its
-# one-byte mask. A fused softmax (Megatron's) scales and masks on the way.
-_SCORE_PASSES = {"unfused": (6.0, 7.0), "fused_softmax": (2.0, 3.0)}
+# one-byte mask. A fused softmax (Megatron's) scales and masks on the way. A compiler's reads the
+# scores for the maximum, the sum and the result; backward both operands for a sum and the result.
+_SCORE_PASSES = {
+    "unfused": (6.0, 7.0),
+    "compiled_softmax": (4.0, 5.0),
+    "fused_softmax": (2.0, 3.0),
+}
 _DROPOUT_PASSES = 2.5
 
 
@@ -38,6 +43,17 @@ class _Flash:
     products: tuple[float, float]
     exponentials: tuple[float, float]
     block_s: tuple[float, float] = (2.0e-6, 4.5e-6)
+
+    def slowed(self, slow: "_Flash", fast: "_Flash") -> "_Flash":
+        """As much slower than this as `slow` is than `fast`."""
+        forward, backward = (
+            (
+                self.products[side] * slow.products[side] / fast.products[side],
+                self.exponentials[side] * slow.exponentials[side] / fast.exponentials[side],
+            )
+            for side in (0, 1)
+        )
+        return _Flash((forward[0], backward[0]), (forward[1], backward[1]), self.block_s)
 
 
 # From the asymptotes at head dimensions 64, 128 (and 256), which are linear in it: Ampere and
@@ -130,8 +146,13 @@ def attention_s(
 
 
 def _flash(device: Device, kernel: str) -> _Flash:
-    """That kernel there; if it has none for the architecture, the one before it, or flash2."""
+    """That kernel there; if it has none for the architecture, the one before it, or flash2.
+
+    flash1 runs everywhere as much slower than flash2 as on Ampere: both use the same units.
+    """
     arch = _NEAREST.get(device.arch, "Ampere")
+    if kernel == "flash1" and (kernel, arch) not in _FLASH:
+        return _FLASH["flash2", arch].slowed(_FLASH["flash1", "Ampere"], _FLASH["flash2", "Ampere"])
     for name in FLASH[FLASH.index(kernel) :: -1]:
         if (name, arch) in _FLASH:
             return _FLASH[name, arch]

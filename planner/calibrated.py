@@ -17,6 +17,7 @@ from planner.collectives import collective_s, send_s
 from planner.cost import KINDS, CostModel, Roofline
 from planner.kernels import launch_bound_s, matmul_s, memory_s
 from planner.links import Groups, axis_groups, lay_out
+from planner.quantise import SCALINGS, quantise_bytes
 from planner.traits import Traits
 from planner.work import Work
 
@@ -24,26 +25,44 @@ OURS = Traits(eager=True, attention="unfused")
 """Emitted programs: torch's kernels one by one, attention by products and a softmax over all
 scores (`runtime.ops.attention`), exchanges after backward."""
 
-QUANTISED_BYTES, FUSED_QUANTISED_BYTES = 4.0, 2.0
-"""Per element of an operand in 8 or 4 bits: read 16 bits, write it and its transpose, as
-Transformer Engine's cast-transpose does; kernels that fuse it with what comes before only write.
-Every operand serves two of a layer's three products."""
-QUANTISED_USES = 2.0
 FOREACH_PASSES = 20 / 7
 """Tensors that torch's foreach AdamW reads and writes (weight decay 2, moments 3 + 5, root and
 epsilon 6, update 4), over the seven of its fused kernel (read g, p, m, v; write p, m, v)."""
+CLIP_PASSES, UNSCALE_PASSES = 3.0, 4.5
+"""Over gradients in float32: a norm reads them, a scale reads and writes; a scaled loss has them
+copied from 16 bits and divided, each a read and a write (Megatron-LM's mixed precision optimizer,
+megatron/optimizer/optimizer.py), and the new parameters copied back."""
 ACCUMULATED_PASSES, FUSED_PASSES, CAST_PASSES = 3.0, 2.0, 4.5
 """Read the sum and the new gradient, write the sum; products that add to the sum write it alone.
 A gradient that stays in 16 bits is cast first: half a pass to read it, one to write the copy."""
 LOW_PRECISIONS = ("float8_e4m3fn", "mxfp8", "nvfp4")
-SUSTAINED, SUSTAINED_USUAL, SUSTAINED_LOW = {"Hopper": 0.66}, 0.80, 0.85
-"""Pace of matrix products within a long training step over that of the best benchmark of the same
-shape: the power limit is shared with memory traffic and neighbours, operands are not warm, and
-layouts are not the fastest. Hopper's 16-bit units meet their power limit first. Fitted on the rows
-of benchmarks/data whose time is nearly all compute; by architecture and width of the operands."""
 LOGIT_COPIES = 2
 """Tensors like the logits that cross-entropy has at its peak beside them and their gradient:
 `runtime.ops.cross_entropy` a copy and its exponentials, torch's their logarithms and gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paces:
+    """Pace of matrix products within a long training step over that of the best benchmark of the
+    same shape: the power limit is shared with memory traffic and neighbours, operands are not warm,
+    and layouts are not the fastest.
+
+    `usual`: 16 bits, and wider; `hopper`: 16 bits on Hopper, whose units meet their power limit
+    first; `low`: 8 and 4 bits. Fitted on benchmarks/data by benchmarks/fitted.py.
+    """
+
+    usual: float = 0.70
+    hopper: float = 0.67
+    low: float = 0.77
+
+    def of(self, arch: str, precision: str) -> float:
+        """By architecture and width of the operands."""
+        if precision in LOW_PRECISIONS:
+            return self.low
+        return self.hopper if arch == "Hopper" else self.usual
+
+
+PACES = Paces()
 
 
 @dataclass(frozen=True)
@@ -53,6 +72,7 @@ class Calibrated:
     cluster: Cluster
     mesh: Mesh
     traits: Traits = OURS
+    paces: Paces = PACES
 
     @property
     def capacity_bytes(self) -> int:
@@ -103,25 +123,42 @@ class Calibrated:
 
     def _product_s(self, work: Work) -> float:
         """By `kernels`, at the pace that a long step sustains."""
-        low = self.traits.matmul_precision in LOW_PRECISIONS
-        pace = SUSTAINED_LOW if low else SUSTAINED.get(self.cluster.device.arch, SUSTAINED_USUAL)
-        return self._benchmark_s(work) / pace
+        device = self.cluster.device
+        pace = self.paces.of(device.arch, self._precision_of(work)) * device.power_pace
+        return self._benchmark_s(work) / pace + self._quantise_s(work)
 
-    def _benchmark_s(self, work: Work) -> float:
-        """In the traits' precision where its 16-element alignment allows, with quantising."""
+    def _precision_of(self, work: Work) -> str:
+        """What a product computes in: the traits' precision where its 16-element alignment allows,
+        but for the logits."""
         assert work.product is not None
         batch, m, n, k = work.product
-        dtype, device = work.dtype, self.cluster.device
         low = self.traits.matmul_precision
-        if low == "tf32" and dtype == "float32":
-            return matmul_s(device, m, n, k, "tf32", batch)
-        if low in ("", "tf32") or batch > 1 or m % 16 or n % 16 or k % 16:
-            return matmul_s(device, m, n, k, dtype, batch)
-        fused = self.traits.fused_elementwise
-        per_element = FUSED_QUANTISED_BYTES if fused else QUANTISED_BYTES
-        quantised = per_element * (m * k + k * n) / QUANTISED_USES
-        passes_s = memory_s(device, quantised, kernels=0 if fused else 1)
-        return matmul_s(device, m, n, k, low) + passes_s
+        if low == "tf32":
+            return low if work.dtype == "float32" else work.dtype
+        if not low or work.keeps_precision or batch > 1 or m % 16 or n % 16 or k % 16:
+            return work.dtype
+        return low
+
+    def _benchmark_s(self, work: Work) -> float:
+        """The product alone."""
+        assert work.product is not None
+        batch, m, n, k = work.product
+        low, device = self._precision_of(work), self.cluster.device
+        if low not in LOW_PRECISIONS:
+            return matmul_s(device, m, n, k, low, batch)
+        return matmul_s(device, m, n, k, low) / SCALINGS[self.traits.scaling].pace
+
+    def _quantise_s(self, work: Work) -> float:
+        """The passes over a product's operands."""
+        assert work.product is not None
+        if self._precision_of(work) not in LOW_PRECISIONS:
+            return 0.0
+        _, m, n, k = work.product
+        scaling, fused = self.traits.scaling, self.traits.fused_elementwise
+        moved = quantise_bytes(scaling, m * k + k * n, fused=fused)
+        return memory_s(
+            self.cluster.device, moved, kernels=0 if fused else SCALINGS[scaling].kernels
+        )
 
     def group_s(self, moved_bytes: float) -> float:
         """One kernel at memory's pace."""
@@ -145,12 +182,21 @@ class Calibrated:
         return 0.0, 0.0
 
     def host_s(self, launches: float) -> float:
-        """The host's time of a run of kernels; 0 unless it launches them one by one (`eager`)."""
-        return launch_bound_s(launches, self.cluster.device) if self.traits.eager else 0.0
+        """The host's time of a run of kernels; 0 unless it launches them one by one (`eager`).
+
+        Where it waits for each (`blocking`), the start of the next and its own waking are not
+        hidden either: a launch each.
+        """
+        if not self.traits.eager:
+            return 0.0
+        seconds = launch_bound_s(launches, self.cluster.device)
+        if self.traits.blocking:
+            seconds += 2 * launches * self.cluster.device.kernel_launch_s
+        return seconds
 
     def accumulate_s(self, gradient_bytes: float) -> float:
         """Passes over the sum and the new gradient, or over the sum alone in fused products."""
-        passes = FUSED_PASSES if self.traits.fused_elementwise else ACCUMULATED_PASSES
+        passes = FUSED_PASSES if self.traits.fused_accumulation else ACCUMULATED_PASSES
         if self.traits.memory.keeps_gradients:
             passes = CAST_PASSES
         return memory_s(self.cluster.device, passes * gradient_bytes, kernels=0)
@@ -181,10 +227,14 @@ class Calibrated:
         return send_s(self.cluster, self.mesh, size_bytes, stage)
 
     def optimizer_s(self, parameter_bytes: float, state_bytes: float) -> float:
-        """Read the gradient, read and write the parameter and the state; more when not fused."""
-        passes = 1.0 if self.traits.fused_optimizer else FOREACH_PASSES
-        moved = 3 * parameter_bytes + 2 * state_bytes
-        return memory_s(self.cluster.device, passes * moved, kernels=0)
+        """Read the gradient, read and write the parameter and the state; more when not fused, and
+        what clipping and a scaled loss read and write before."""
+        traits = self.traits
+        passes = 1.0 if traits.fused_optimizer else FOREACH_PASSES
+        moved = passes * (3 * parameter_bytes + 2 * state_bytes)
+        wide = 2 * parameter_bytes if traits.master_weights else parameter_bytes
+        moved += wide * (CLIP_PASSES * traits.clips + UNSCALE_PASSES * traits.scales_loss)
+        return memory_s(self.cluster.device, moved, kernels=0)
 
 
 @lru_cache(maxsize=1024)
@@ -199,8 +249,10 @@ def _part_groups(cluster: Cluster, mesh: Mesh, members: int, across: bool) -> Gr
     return lay_out(cluster, parts)
 
 
-def cost_model(cluster: Cluster, mesh: Mesh, traits: Traits = OURS) -> CostModel:
+def cost_model(
+    cluster: Cluster, mesh: Mesh, traits: Traits = OURS, paces: Paces = PACES
+) -> CostModel:
     """`Calibrated` for devices whose units are known, else `Roofline`."""
     if cluster.device.sm_count == 0:
         return Roofline(cluster, mesh)
-    return Calibrated(cluster, mesh, traits)
+    return Calibrated(cluster, mesh, traits, paces)

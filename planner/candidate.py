@@ -173,8 +173,7 @@ class _Evaluation(StagePrices):
         program, seconds = self.program, 0.0
         for value in crossing:
             ways = 2 if value in program.has_gradient and not self.cost.sends_meet else 1
-            size_bytes = program.local_type_of(value).bytes(1)
-            seconds += ways * self._between_s(size_bytes, stage, stage + 1)
+            seconds += ways * self._crossing_s(program, value, stage, stage + 1)
         return seconds
 
     # the exact stages

@@ -6,6 +6,7 @@ n members in u machines of m, S bytes, B(p) the ring's bandwidth, h(p) a step's 
 
     (1) ring       all_reduce       L + b(p) + 2 (n-1) h(p) + 2 (n-1)/n S / B(p)
                    gather, scatter  L + b(p) +   (n-1) h(p) +   (n-1)/n S / B(p)
+                   broadcast        L + b(p) +   (n-1) h(p) +           S / B(p)
     (2) tree       all_reduce       L + b(p) + 2 ((m-1) + log2 u) h(p) + 2 S / B(p); S over 2 units
     (3) nvls       all ops          L + h + S / (e (m-1)/m B), e the switch's efficiency
     (4) nvls_tree  all_reduce       (3), then 2 log2(u) h and 2 S / (m NICs)
@@ -43,7 +44,7 @@ from planner.nccl_constants import (
     Protocol,
 )
 
-OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 FREE = ("shard", "first")  # take a piece of what is there
 LIBRARY = ("ring", "tree", "nvls", "nvls_tree", "pat")
 EVERYTHING = (*LIBRARY, "hierarchical")
@@ -72,8 +73,8 @@ def collective_s(
 ) -> float:
     """Seconds of one collective while all groups of its axis do the same.
 
-    `size_bytes`: the whole (gathered) tensor for all_reduce, all_gather and reduce_scatter; this
-    rank's tensor for all_to_all. 0 for groups of one and for what moves nothing.
+    `size_bytes`: the whole (gathered) tensor for all_reduce, all_gather, reduce_scatter and
+    broadcast; this rank's tensor for all_to_all. 0 for groups of one and for what moves nothing.
     `ValueError`: an unknown op, or none of `algorithms` applies.
     """
     if groups.members == 1 or op in FREE:
@@ -113,10 +114,14 @@ def curves(groups: Groups, op: str, algorithms: tuple[str, ...] = LIBRARY) -> tu
 def _all_curves(groups: Groups, op: str) -> Iterator[Curve]:
     for protocol in PROTOCOLS[groups.library]:
         yield _ring(groups, op, protocol)
+        if op == "broadcast":
+            continue
         if op == "all_reduce" and groups.library != "gloo":
             yield _tree(groups, protocol)
         if groups.near and groups.far:
             yield _hierarchical(groups, op, protocol)
+    if op == "broadcast":
+        return
     if groups.members_near >= 4 and groups.near[-1].nvls:
         yield from _switch(groups, op)
     if op != "all_reduce" and groups.members_near == 1 and groups.library == "nccl":
@@ -129,7 +134,8 @@ def _ring(groups: Groups, op: str, protocol: Protocol) -> Curve:
     for crossing in groups.crossings:
         steps = n / crossing.inside - n / crossing.shared
         start_s += turns * steps * crossing.latency_s * protocol.hop[crossing.is_network]
-    s_per_byte = turns * (n - 1) / n / _rate(groups, protocol, protocol.fraction)
+    moved = 1.0 if op == "broadcast" else turns * (n - 1) / n
+    s_per_byte = moved / _rate(groups, protocol, protocol.fraction)
     return _curve(groups, "ring", protocol, start_s, s_per_byte, n - 1)
 
 

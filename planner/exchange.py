@@ -7,6 +7,7 @@ layer g (gather) or r (reduction), M micro-batches, contention c:
     (1) reduced after backward          r L
     (2) reduced under backward          r + max(0, r (L-1) - b (L-1)) + c hidden
     (3) ZeRO-1, 2: scattered, and after the update gathered, under the next forward likewise
+        whole tensors: all-reduced, and after the update a broadcast from every owner, unhidden
     (4) ZeRO-3, per micro-batch         g + (L-1) max(0, g - f) forward,
                                         g + (L-1) max(0, g + r - b) + r backward, + c hidden
 
@@ -31,13 +32,14 @@ BUCKET_BYTES = 25 * 2**20
 @dataclass(frozen=True, slots=True)
 class Load:
     """One stage on one device: gradient and parameter bytes before ZeRO divides them, the layers,
-    seconds of a micro-batch."""
+    seconds of a micro-batch, how many parameters there are."""
 
     gradient_bytes: float
     parameter_bytes: float
     layers: int
     forward_s: float
     backward_s: float
+    tensors: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,12 @@ def exchange(load: Load, cost: CostModel) -> Exchange:
     if cost.traits.zero_stage == 3:
         return _zero3(load, cost)
     if cost.traits.zero_stage == 0:
-        reduced_s = _hidden(load.gradient_bytes, load.backward_s, load.layers, cost, "all_reduce")
+        pieces = load.layers if cost.traits.combines_gradients else load.tensors
+        reduced_s = _hidden(load.gradient_bytes, load.backward_s, pieces, cost, "all_reduce")
         return Exchange(step_s=reduced_s)
+    if cost.traits.whole_tensors:
+        reduced_s = _hidden(load.gradient_bytes, load.backward_s, load.layers, cost, "all_reduce")
+        return Exchange(step_s=reduced_s + _broadcasts_s(load, cost))
     scattered_s = _hidden(
         load.gradient_bytes, load.backward_s, load.layers, cost, "reduce_scatter", "zero"
     )
@@ -100,16 +106,23 @@ def exposed_send_s(send_s: float, compute_s: float, virtual_stages: int) -> floa
 
 
 def _hidden(
-    size_bytes: float, under_s: float, layers: int, cost: CostModel, op: str, axis: str = "data"
+    size_bytes: float, under_s: float, pieces: int, cost: CostModel, op: str, axis: str = "data"
 ) -> float:
-    """(1) or (2), in buckets of a layer or `BUCKET_BYTES`, whichever is more."""
-    buckets = max(1, min(layers, ceil(size_bytes / BUCKET_BYTES)))
+    """(1) or (2), in buckets of a piece or `BUCKET_BYTES`, whichever is more; or piece by piece."""
+    fewest = ceil(size_bytes / BUCKET_BYTES) if cost.traits.combines_gradients else pieces
+    buckets = max(1, min(pieces, fewest))
     each_s = cost.collective_s(op, size_bytes / buckets, axis)
     if not cost.traits.overlap_gradients:
         return buckets * each_s
     hideable_s = each_s * (buckets - 1)
     hidden_s = min(hideable_s, under_s * (buckets - 1) / buckets)
     return each_s + hideable_s - hidden_s + CONTENTION * hidden_s
+
+
+def _broadcasts_s(load: Load, cost: CostModel) -> float:
+    """One from every rank that owns a tensor, one after the other."""
+    owners = min(zero_members(cost), load.tensors)
+    return owners * cost.collective_s("broadcast", load.parameter_bytes / owners, "zero")
 
 
 def _zero3(load: Load, cost: CostModel) -> Exchange:

@@ -4,7 +4,10 @@ Input: nodes in order, the storages of their values, the values that are wanted 
 groups with their boundary bytes. Nodes may be fused when no product, attention or collective lies
 between them: they then have the same depth, the largest number of such ops on a path to them. A
 group is what is connected by values at one depth; inside it nothing goes through memory. This is
-what a compiler or hand-written kernels for norms, activations and rotary embeddings do.
+what a compiler does. Hand-written kernels have norms for themselves: a norm does not join what its
+input was made by, nor its backward what reads the result (a residual's sum). A library without
+either still has single kernels for a norm with its weights and for what a split's gradients become
+(`library_members`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from ir.graph import Node
 from ir.ops import op_def
 from planner.storage import Storage
 
+NORM, NORM_BACKWARD = "normalize", "normalize_backward"
+SPLIT_BACKWARD = "select_backward.default"
 ALONE = frozenset(
     (
         "embedding.default", "embedding_dense_backward.default", "index.Tensor",
@@ -42,9 +47,14 @@ def is_fusable(node: Node, collectives: Collection[str]) -> bool:
 
 def groups(
     nodes: Sequence[Node], storage: Storage, wanted: Collection[str],
-    collectives: Collection[str],
+    collectives: Collection[str], across_norms: bool = True,
+    only: Collection[str] | None = None,
 ) -> tuple[Group, ...]:  # fmt: skip
-    """The groups among `nodes`; a group of views alone moves nothing and is left out."""
+    """The groups among `nodes`; a group of views alone moves nothing and is left out.
+
+    `across_norms`: whether norms join what comes before them, as a compiler has it. `only`: first
+    outputs of the nodes that may be in groups.
+    """
     parent: dict[int, int] = {}
 
     def root(i: int) -> int:
@@ -56,12 +66,13 @@ def groups(
     depth: dict[int, int] = {}
     for i, node in enumerate(nodes):
         sources = [maker[name] for name in node.inputs if name in maker]
-        fusable = is_fusable(node, collectives)
+        fusable = is_fusable(node, collectives) and (only is None or node.outputs[0] in only)
         depth[i] = max((depth[j] for j in sources), default=0) + (not fusable)
         if fusable:
             parent[i] = i
             for j in sources:
-                if j in parent and depth[j] == depth[i]:
+                joins = across_norms or not _parts(nodes[j], node)
+                if j in parent and depth[j] == depth[i] and joins:
                     parent[root(j)] = root(i)
         maker |= dict.fromkeys(node.outputs, i)
     return _priced(nodes, storage, wanted, {i: root(i) for i in parent})
@@ -97,6 +108,31 @@ def _priced(
         Group(tuple(names), sum(size[o] for o in crossing.get(g, ())))
         for g, names in members.items() if g in kernels
     )
+
+
+def library_members(nodes: Sequence[Node]) -> frozenset[str]:
+    """First outputs of what torch's own kernels hold together: a norm with its weights
+    (layer_norm, rms_norm) and its backward, and the concatenation that is a split's backward."""
+    normal = {node.outputs[0] for node in nodes if node.op == NORM}
+    normal |= {name for node in nodes if node.op == NORM_BACKWARD for name in node.inputs}
+    found: set[str] = set()
+    for node in nodes:
+        name, first = node.outputs[0], node.inputs[:1]
+        match node.op:
+            case "mul.Tensor":
+                joins = not normal.isdisjoint((name, *node.inputs))
+            case "add.Tensor" | "sum":
+                joins = bool(first) and found.issuperset(first)
+            case op:
+                joins = op in (NORM, NORM_BACKWARD, SPLIT_BACKWARD)
+        if joins:
+            found.add(name)
+    return frozenset(found)
+
+
+def _parts(source: Node, node: Node) -> bool:
+    """Whether a kernel for a norm begins or ends between two nodes."""
+    return node.op == NORM or source.op == NORM_BACKWARD
 
 
 def _is_view(node: Node, storage: Storage) -> bool:

@@ -20,7 +20,7 @@ from ir.errors import UsageError
 from ir.graph import Graph
 from ir.lower import Degrees, Lowered
 from ir.variants import Variant, variants
-from planner.calibrated import cost_model
+from planner.calibrated import PACES, Paces, cost_model
 from planner.candidate import Evaluated, Workload, evaluate_stages
 from planner.cost import CostModel
 from planner.device_memory import peak_bytes, reading_bytes
@@ -66,6 +66,7 @@ class Predicted:
 class Predictor:
     """Predicts many configurations; shares what depends on the graph and local shapes only."""
 
+    paces: Paces = PACES
     works: dict[int, Workload] = field(default_factory=dict)
     graphs: dict[int, Graph] = field(default_factory=dict)
     shardings: dict[tuple[Any, ...], ShardingResult] = field(default_factory=dict)
@@ -89,7 +90,7 @@ class Predictor:
             wanted.traits, zero_stage=wanted.zero_stage or 0,
             virtual_stages=wanted.virtual_stages or 1,
         )  # fmt: skip
-        cost = cost_model(wanted.cluster, wanted.mesh, traits)
+        cost = cost_model(wanted.cluster, wanted.mesh, traits, self.paces)
         candidate = Candidate(wanted.mesh, wanted.micro_batches, "1f1b", wanted.rows)
         label = _label(wanted)
         found = self._pieces(work, candidate, cost, wanted)
@@ -150,7 +151,8 @@ def _decided(graph: Graph, wanted: Configuration) -> Iterator[Configuration]:
     if wanted.virtual_stages is None:
         per_rank, rest = divmod(len(layer_run(graph)), wanted.mesh.pipeline)
         stages = [*divisors(per_rank)] if per_rank and not rest else [1]
-    recompute = [wanted.recompute] if wanted.recompute else OPEN_RECOMPUTE
+    tried = OPEN_RECOMPUTE[OPEN_RECOMPUTE.index(wanted.least_recompute) :]
+    recompute = [wanted.recompute] if wanted.recompute else tried
     zero = [wanted.zero_stage] if wanted.zero_stage is not None else list(OPEN_ZERO)
     if wanted.mesh.data == 1 and wanted.zero_stage is None:
         zero = [0]

@@ -7,7 +7,7 @@ of any list of its nodes; of a stage's state its bytes and the seconds to sync a
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ir.graph import Node, State, TensorType
 from ir.layout import DATA
@@ -16,7 +16,8 @@ from ir.ops import op_def
 from ir.spmd import Spmd
 from planner.cost import CostModel
 from planner.exchange import is_bucketed, zero_members
-from planner.fusion import groups
+from planner.fusion import groups, library_members
+from planner.logits import logit_products
 from planner.storage import Storage
 from planner.work import Work, work_of
 
@@ -52,17 +53,22 @@ class Seconds:
             self.compute_s * factor, self.communication_s * factor, self.launches * factor
         )
 
-    def at_least(self, host_s: float) -> Seconds:
-        """The same while the device waits for a host that needs `host_s`."""
-        waiting_s = max(0.0, host_s - self.total_s)
+    def launched(self, cost: CostModel) -> Seconds:
+        """The same with the host that launches the kernels: the slower of both, or one after the
+        other where it waits for each kernel."""
+        host_s = cost.host_s(self.launches)
+        waiting_s = host_s if cost.traits.blocking else max(0.0, host_s - self.total_s)
         return Seconds(self.compute_s + waiting_s, self.communication_s, self.launches)
 
 
 def node_seconds(
     lowered: Lowered, node: Node, cost: CostModel, storage: Storage | None = None,
-    types: Mapping[str, TensorType] | None = None,
+    types: Mapping[str, TensorType] | None = None, of_logits: Collection[str] = (),
 ) -> Seconds:  # fmt: skip
-    """Seconds of one node; a view that has to copy costs its bytes."""
+    """Seconds of one node; a view that has to copy costs its bytes.
+
+    `of_logits`: first outputs of products that are never quantised.
+    """
     types = lowered.types if types is None else types
     if node.op in COLLECTIVES:
         names = node.inputs
@@ -72,6 +78,8 @@ def node_seconds(
         seconds = cost.collective_s(node.op, size_bytes, node.args[1])
         return Seconds(0.0, seconds, float(seconds > 0))
     work = node_work(node, types, storage)
+    if node.outputs[0] in of_logits:
+        work = replace(work, keeps_precision=True)
     launches = 0.0 if work.kind == "view" else float(work.kernels)
     communication_s = _inner_communication_s(lowered, node, types, cost)
     return Seconds(cost.compute_s(work), communication_s, launches)
@@ -121,8 +129,11 @@ class NodeTimes:
         """Of a list of nodes whose values `wanted` are read outside it."""
         found = Seconds()
         fused: set[str] = set()
-        if self.cost.traits.fused_elementwise:
-            for group in groups(nodes, self.storage, wanted, COLLECTIVES):
+        traits = self.cost.traits
+        if traits.fused_elementwise or traits.library_kernels:
+            only = None if traits.fused_elementwise else library_members(nodes)
+            across = traits.fuses_norms and only is None
+            for group in groups(nodes, self.storage, wanted, COLLECTIVES, across, only):
                 found += Seconds(self.cost.group_s(group.moved_bytes), 0.0, 1.0)
                 fused |= set(group.nodes)
         for node in nodes:
@@ -138,7 +149,10 @@ def node_times(lowered: Lowered, storage: Storage, cost: CostModel) -> NodeTimes
         for n in lowered.prologue
     }
     nodes = (*lowered.forward, *lowered.backward)
-    found = {n.outputs[0]: node_seconds(lowered, n, cost, storage) for n in nodes}
+    of_logits = logit_products(lowered)
+    found = {
+        n.outputs[0]: node_seconds(lowered, n, cost, storage, of_logits=of_logits) for n in nodes
+    }
     inner = {
         n.outputs[0]: cost.inner_bytes(node_work(n, lowered.types, storage))
         for n in nodes if n.op not in COLLECTIVES and op_def(n.op).kind != "view"

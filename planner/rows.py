@@ -23,7 +23,7 @@ from planner.row_cells import (
     text_of,
     word_of,
 )
-from planner.stacks import selective_of, traits_of
+from planner.stacks import least_recompute, selective_of, traits_of
 from planner.traits import Traits
 
 MOST_MICRO_BATCHES = 1_000_000
@@ -37,6 +37,7 @@ class Configuration:
     `rows`: sequences per micro-batch and rank. `micro_batches`: per step. `sequence_cuts`: whether
     activations between blocks are cut over the tensor axis. `memory_kind`: the reading that a
     peak is compared with: "allocated" or "reserved" by torch, else of the whole device.
+    `least_recompute`: of `RECOMPUTE`, the least that is tried where it is open.
     """
 
     cluster: Cluster
@@ -50,6 +51,7 @@ class Configuration:
     sequence_cuts: bool | None
     traits: Traits
     memory_kind: str = ""
+    least_recompute: str = "none"
     optimizer: str = "adamw"
 
     @property
@@ -80,6 +82,7 @@ def read_configuration(row: Mapping[str, str], cluster: Cluster | None = None) -
         word_of(row, "recompute_modules") or selective_of(row),
         _virtual_stages(row, mesh), _zero_stage(row), flag_of(row, "sequence_parallel"),
         replace(traits, zero_group=count_of(row, "shard_group", 0)), text_of(row, "mem_kind"),
+        least_recompute(row),
     )  # fmt: skip
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 
 from ir.device import Device
 from ir.errors import UsageError
-from planner.attention_time import flash_kernel
+from planner.attention_time import UNFUSED, flash_kernel
 from planner.memory_traits import Memory, Update
+from planner.quantise import SCALINGS
 from planner.traits import Traits
 
 LOW_PRECISIONS = {"fp8": "float8_e4m3fn", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 PRECISIONS = ("bf16", "fp16", *LOW_PRECISIONS)
+VOCABULARY_MULTIPLE = 128
 _GRADIENTS = {"": "", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -24,16 +27,31 @@ _GRADIENTS = {"": "", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 class Stack:
     """Mechanisms of one stack.
 
-    `overlaps`: gradients are reduced under backward. `fuses`: chains of elementwise ops are one
-    kernel each (hand-written, JIT or a compiler). `graph`: the step is launched as a whole, by a
-    compiler or CUDA graphs. `fp32_gradients`: gradients are accumulated and reduced in float32.
-    `attention`: the fused kernel; "" the device's usual one. `selective`: what its selective
-    recomputation keeps: all but core attention, or results of every second product ("op").
+    Kernels. `fuses`: chains of elementwise ops are one kernel each (hand-written, JIT or a
+    compiler); `compiles`: across norms too, which hand-written kernels do not. `graph`: the step is
+    launched as a whole, by a compiler or CUDA graphs. `blocking`: the host waits for every kernel
+    (BLOOM's jobs hung without CUDA_LAUNCH_BLOCKING=1: bigscience, train/tr11-176B-ml). `attention`:
+    the kernel; "": the device's own. `dropout`: trains with attention dropout, Megatron's default
+    before 2022's large models. `fused_loss`: cross-entropy is one kernel on 16-bit logits;
+    `compiles_loss`: it is where the model is compiled. `wide_logits`: the loss is that of fp32
+    logits.
+    `fuses_accumulation`: products of weight gradients add to the sum (Megatron's
+    `gradient_accumulation_fusion`). `scaling`: of 8-bit operands. `pads_vocabulary`: to a multiple
+    of 128 on every rank of the tensor axis (Megatron's `make_vocab_size_divisible_by`), so that its
+    products stay aligned.
+
+    Recomputation. `selective`: what it keeps: all but core attention, or results of every second
+    product ("op"). `recomputes`: layers always recompute something, at least core attention.
+
+    Exchanges. `overlaps`: gradients are reduced under backward. `combines`: in buckets.
+    `fp32_gradients`: gradients of bf16 runs are accumulated and reduced in float32; fp16 with its
+    scaled loss keeps fp16 (Megatron-LM arguments.py; DeepSpeed's FP16 and BF16 optimizers).
     `hides_tensor`: collectives of the tensor axis run in pieces under the products beside them.
-    `dropout`: trains with attention dropout, Megatron's default before 2022's large models.
-    `fused_loss`: cross-entropy is one kernel on 16-bit logits; `compiles_loss`: it is where the
-    model is compiled. `wide_logits`: the loss is that of fp32 logits. `vocab_multiple`: the
-    vocabulary is padded to this times the tensor degree. The rest as in `Traits`.
+    `scatters_sends`: see `planner.sends`. `whole_tensors`: ZeRO-1 hands out whole tensors, which
+    their owners broadcast after the update (InternEvo's hybrid_zero_optim.py, with
+    `overlap_sync_param=False` as in its configurations).
+
+    State. `master_weights`, `memory` and `late_rest` as in `Traits`.
     """
 
     overlaps: bool = True
@@ -45,11 +63,19 @@ class Stack:
     hides_tensor: bool = False
     dropout: bool = False
     fused_loss: bool = False
+    pads_vocabulary: bool = False
+    compiles: bool = False
+    fuses_accumulation: bool = False
+    whole_tensors: bool = False
+    scatters_sends: bool = False
+    blocking: bool = False
+    combines: bool = True
+    recomputes: bool = False
+    scaling: str = "delayed"
     compiles_loss: bool = True
     wide_logits: bool = True
     master_weights: bool = True
     late_rest: bool = False
-    vocab_multiple: int = 1
     memory: Memory = Memory()
 
 
@@ -80,20 +106,24 @@ _KEMPNER = Memory(sums_whole=True, whole_logits=True)
 """KempnerForge of April 2026: scripts/train.py suspends FSDP2's reduction until the last
 micro-batch; distributed/tensor_parallel.py gathers the output layer's columns."""
 
-_PADDED = 128
-"""Megatron's --make-vocab-size-divisible-by, times the tensor degree (megatron/tokenizer)."""
-_MEGATRON = Stack(vocab_multiple=_PADDED)
-_FSDP = Stack(fuses=False, attention="flash2", selective="op")
-_DEEPSPEED = Stack(overlaps=False, dropout=True, vocab_multiple=_PADDED, memory=_BF16)
-_INTERNEVO = Stack(
-    fp32_gradients=False, attention="flash2", fused_loss=True, late_rest=True, memory=_HYBRID_ZERO
+_MEGATRON = Stack(pads_vocabulary=True, fuses_accumulation=True)
+_MEGATRON_2021 = replace(
+    _MEGATRON, overlaps=False, dropout=True, fuses_accumulation=False, scatters_sends=True
 )
+_DEEPSPEED = replace(_MEGATRON_2021, blocking=True, memory=_BF16)
+_FSDP = Stack(fuses=False, attention="flash2", selective="op")
+_TORCHAO = replace(_FSDP, scaling="tensorwise")
+_INTERNEVO = Stack(
+    fp32_gradients=False, attention="flash2", fused_loss=True, whole_tensors=True, late_rest=True,
+    memory=_HYBRID_ZERO,
+)  # fmt: skip
+_PAX = Stack(compiles=True, combines=False, recomputes=True)
+"""Pax on GPUs: its scripts' XLA_FLAGS turn CUDA graphs off and combine no gradient above 50 kB
+(NVIDIA/JAX-Toolbox, rosetta/projects/pax/README.md); layers in a scan have a checkpoint policy."""
 STACKS = {
     "megatron-deepspeed": _DEEPSPEED,
-    "megatron-deepspeed fp16": replace(_DEEPSPEED, fp32_gradients=False, memory=_ZERO1),
-    "megatron-lm 2021": Stack(
-        overlaps=False, fp32_gradients=False, dropout=True, vocab_multiple=_PADDED
-    ),
+    "megatron-deepspeed fp16": replace(_DEEPSPEED, memory=_ZERO1),
+    "megatron-lm 2021": _MEGATRON_2021,
     "megatron-core": _MEGATRON,
     "megatron-core CI": replace(_MEGATRON, dropout=True),
     "megatron-bridge": replace(_MEGATRON, graph=True, hides_tensor=True),
@@ -105,18 +135,19 @@ STACKS = {
     "fms-fsdp (FSDP1)": replace(
         _FSDP, fuses=True, fp32_gradients=False, selective="every-2nd-layer"
     ),
-    "torchtitan (FSDP2)": _FSDP,
-    **{f"torchtitan (FSDP2) Table {n}": replace(_FSDP, compiles_loss=False) for n in range(1, 5)},
+    "torchtitan (FSDP2)": _TORCHAO,
+    **{
+        f"torchtitan (FSDP2) Table {n}": replace(_TORCHAO, compiles_loss=False)
+        for n in range(1, 5)
+    },
     "kempnerforge (FSDP2)": replace(
-        _FSDP, wide_logits=False, compiles_loss=False, master_weights=False, memory=_KEMPNER
+        _TORCHAO, wide_logits=False, compiles_loss=False, master_weights=False, memory=_KEMPNER
     ),
     "internevo": _INTERNEVO,
     "internevo zero 3": replace(_INTERNEVO, memory=_INTERN_FSDP),
-    "oneflow": Stack(
-        graph=True, fp32_gradients=False, dropout=True, memory=Memory(is_planned=True)
-    ),
-    "jax-pax": Stack(graph=True),
-    "jax-pax +TE": Stack(graph=True),
+    "oneflow": Stack(graph=True, dropout=True, memory=Memory(is_planned=True)),
+    "jax-pax": replace(_PAX, attention="compiled_softmax"),
+    "jax-pax +TE": _PAX,
 }
 """From the stacks' own documentation and code at the release of the rows. A name may be followed by
 what else it depends on: the precision, "zero" and the stage, or the release."""
@@ -133,12 +164,13 @@ def stack_of(row: Mapping[str, str]) -> Stack | None:
 
 
 def traits_of(row: Mapping[str, str], device: Device) -> Traits:
-    """The traits of a row's stack and configuration; unknown stacks do as ours does."""
+    """The traits of a row's stack and configuration; unknown stacks do as plain torch."""
     stack = stack_of(row) or Stack(fuses=False)
     precision = row.get("precision") or "bf16"
     if precision not in PRECISIONS:
         raise UsageError(f"precision={precision!r}: it is one of {', '.join(PRECISIONS)}")
-    gradients = row.get("grads_dtype") or ("fp32" if stack.fp32_gradients else "")
+    wide = stack.fp32_gradients and precision != "fp16"
+    gradients = row.get("grads_dtype") or ("fp32" if wide else "")
     if gradients not in _GRADIENTS:
         raise UsageError(f"grads_dtype={gradients!r}: it is one of fp32, bf16, fp16")
     return Traits(
@@ -152,6 +184,16 @@ def traits_of(row: Mapping[str, str], device: Device) -> Traits:
         eager_loss=row.get("compile") == "1" and not stack.compiles_loss,
         late_rest=stack.late_rest,
         memory=stack.memory,
+        library_kernels=True,
+        fuses_norms=stack.compiles or _states(row, "compile", False),
+        fused_accumulation=stack.fuses_accumulation,
+        whole_tensors=stack.whole_tensors,
+        scatters_sends=stack.scatters_sends,
+        blocking=stack.blocking,
+        combines_gradients=stack.combines,
+        scaling=_scaling(row, precision, stack),
+        clips=True,
+        scales_loss=precision == "fp16",
         gradient_dtype=_GRADIENTS[gradients],
         master_weights=stack.master_weights,
         eager=not (_states(row, "cuda_graph", stack.graph) or _states(row, "compile", False)),
@@ -163,12 +205,9 @@ def selective_of(row: Mapping[str, str]) -> str:
     return (stack_of(row) or Stack()).selective
 
 
-def padded_vocab(row: Mapping[str, str], vocab: int) -> int:
-    """The rows of a row's embedding."""
-    multiple = (stack_of(row) or Stack()).vocab_multiple
-    if multiple > 1:
-        multiple *= int(float(row.get("tp") or 1))
-    return -(-vocab // multiple) * multiple
+def least_recompute(row: Mapping[str, str]) -> str:
+    """What a row's stack recomputes at least where the row does not say."""
+    return "selective" if (stack_of(row) or Stack()).recomputes else "none"
 
 
 def has_wide_logits(row: Mapping[str, str]) -> bool:
@@ -178,12 +217,34 @@ def has_wide_logits(row: Mapping[str, str]) -> bool:
     return stack.wide_logits and not is_fused
 
 
+def padded_vocabulary(row: Mapping[str, str], vocabulary: int) -> int:
+    """The vocabulary as a row's stack lays it out.
+
+    >>> padded_vocabulary({"framework": "megatron-deepspeed", "tp": "8"}, 250000)
+    250880
+    """
+    if not (stack_of(row) or Stack()).pads_vocabulary:
+        return vocabulary
+    multiple = VOCABULARY_MULTIPLE * int(float(row.get("tp") or 1))
+    return ceil(vocabulary / multiple) * multiple
+
+
 def _attention(row: Mapping[str, str], device: Device, stack: Stack) -> str:
     """Unfused where the row says so; a fused kernel no newer than the stack."""
     if row.get("attention_flash") == "0":
         return "fused_softmax" if stack.fuses else "unfused"
     usual = flash_kernel(device)
+    if stack.attention in UNFUSED:
+        return stack.attention
     return stack.attention if stack.attention and usual.startswith("flash") else usual
+
+
+def _scaling(row: Mapping[str, str], precision: str, stack: Stack) -> str:
+    """Block scales come with their precisions; a row may name its recipe."""
+    if precision in ("mxfp8", "nvfp4"):
+        return "block"
+    named = [name for name in SCALINGS if name in (row.get("release") or "")]
+    return named[0] if named else stack.scaling
 
 
 def _states(row: Mapping[str, str], column: str, default: bool) -> bool:

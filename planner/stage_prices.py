@@ -23,6 +23,7 @@ from planner.price import Seconds, StateCost, state_costs
 from planner.ranks import by_rank, most_held_bytes, rank_cost
 from planner.recompute import MenuPoint
 from planner.schedule import StageTime, bubble_s, held_batches, moments, pipeline_step_s
+from planner.sends import crossing_s
 from planner.stage_bytes import gathered_bytes, point_of, sent_bytes, stage_cost
 from planner.workload import Workload
 
@@ -63,19 +64,15 @@ class StagePrices:
         """One micro-batch through one block, with its share of the prologue; the slower of the
         device and the host that launches its kernels."""
         prologue = self.found.times[variant].prologue.times(1 / self.candidate.micro_batches)
-        seconds = self._pipelined(point.forward) + prologue
-        return seconds.at_least(self.cost.host_s(seconds.launches))
+        return (self._pipelined(point.forward) + prologue).launched(self.cost)
 
     def _backward(self, variant: int, point: MenuPoint) -> tuple[Seconds, Seconds]:
         """One micro-batch's backward and, where it is split, what of it is the weights' half."""
         if not self.halves:
-            return self._launched(point.backward), Seconds()
+            return self._pipelined(point.backward).launched(self.cost), Seconds()
         halves = self.halves[variant, point.label]
-        return self._launched(halves.input), self._launched(halves.weight)
-
-    def _launched(self, seconds: Seconds) -> Seconds:
-        seconds = self._pipelined(seconds)
-        return seconds.at_least(self.cost.host_s(seconds.launches))
+        first, second = (self._pipelined(half) for half in (halves.input, halves.weight))
+        return first.launched(self.cost), second.launched(self.cost)
 
     def _pending_bytes(self, variant: int, point: MenuPoint) -> float:
         """Between the halves of a split backward."""
@@ -111,6 +108,14 @@ class StagePrices:
             return 0.0
         rank = source % ranks
         return self.cost.send_s(size_bytes, rank if rank < ranks - 1 else None)
+
+    def _crossing_s(self, program: Spmd, value: str, source: int, target: int) -> float:
+        """Of a value from stage to stage, as the stack sends it."""
+        if source % self.candidate.mesh.pipeline == target % self.candidate.mesh.pipeline:
+            return 0.0
+        return crossing_s(
+            program, value, self.cost, lambda size: self._between_s(size, source, target)
+        )
 
     def _moments(self, rank: int) -> tuple[tuple[Held, ...], ...]:
         candidate = self.candidate
@@ -151,7 +156,7 @@ class StagePrices:
         forward = [stage_forward for stage_forward, _, _ in own]
         backward = [stage_input + weights for _, stage_input, weights in own]
         for message in program.messages:
-            send_s = self._between_s(message.type.bytes(1), message.source, message.target)
+            send_s = self._crossing_s(program, message.value, message.source, message.target)
             ends = (message.source, message.target)
             for s in ends[:1] if self.cost.sends_meet else ends:
                 exposed_s = exposed_send_s(send_s, forward[s].compute_s, self._hidden_stages)
@@ -194,7 +199,7 @@ class StagePrices:
         state = self._state_of_stage(program, stage)
         load = Load(
             state.exchanged_bytes, state.gathered_bytes, len(program.stages[stage]),
-            forward.total_s, backward.total_s,
+            forward.total_s, backward.total_s, len(self._stage_state(program, stage)),
         )  # fmt: skip
         return exchange(load, self.cost)
 
@@ -238,7 +243,7 @@ class StagePrices:
         transfers = []
         for message in sorted(program.messages, key=lambda message: message.source):
             ends = message.source, message.target
-            send_s = self._between_s(message.type.bytes(1), *ends)
+            send_s = self._crossing_s(program, message.value, *ends)
             back_s = send_s if message.gradient else None
             transfers.append(Transfer(message.value, *ends, send_s, back_s))
         order = schedule_order(

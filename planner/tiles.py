@@ -53,13 +53,14 @@ class Tile:
     fixed_s: float
 
 
-def waves(tiles: float, sm_count: int) -> float:
-    """How many times the time of one tile a grid takes.
+def waves(tiles: float, sm_count: int, last: float = _LAST_WAVE) -> float:
+    """How many times the time of one tile a grid takes; `last`: part of it that a partly filled
+    last wave costs.
 
     98 tiles on 108 SMs take one; 120 take between 1.1 (perfect stream-K) and 2 (no smoothing).
     """
     full = tiles / sm_count
-    return 1.0 if full <= 1 else full + _LAST_WAVE * (ceil(full) - full)
+    return 1.0 if full <= 1 else full + last * (ceil(full) - full)
 
 
 def best_grid_s(
@@ -87,7 +88,7 @@ def best_grid_s(
             if split > 1 and grid * split > 2 * device.sm_count:
                 break
             depth = ceil(k / split / step) * step
-            count = waves(grid * split, device.sm_count)
+            count = waves(grid * split, device.sm_count, last_wave(device))
             fixed_s = tile.fixed_s * (1 + _LATER_FIXED * (count - 1))
             busy_s = count * tile.step_s * depth + fixed_s
             if split > 1:  # each split writes fp32 and reads it back, mostly in L2
@@ -95,6 +96,12 @@ def best_grid_s(
             total_s = max(busy_s, read_s + write_s) + _EXPOSED_READS * min(busy_s, read_s)
             best_s = min(best_s, total_s)
     return best_s
+
+
+def last_wave(device: Device) -> float:
+    """Kernels before Hopper give every SM whole tiles: 120 of 256 x 128 take two waves on an A100
+    (NVIDIA, Matrix Multiplication Background User's Guide, 1793 x 1793)."""
+    return _LAST_WAVE if device.arch in ("Hopper", "Blackwell") else 1.0
 
 
 @lru_cache(maxsize=1024)

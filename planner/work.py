@@ -53,7 +53,8 @@ class Work:
 
     `moved_bytes`: operands read and results written, each once; `touched_bytes`: what separate
     kernels move (rows of a table rather than all of it; the passes of a cross-entropy);
-    `kernels`: how many these are. `logits`: of a cross-entropy.
+    `kernels`: how many these are. `logits`: of a cross-entropy. `keeps_precision`: a product that
+    is never quantised (`planner.logits`).
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Work:
     touched_bytes: float = 0.0
     kernels: int = 1
     logits: int = 0
+    keeps_precision: bool = False
 
 
 def work_of(

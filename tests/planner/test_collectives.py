@@ -82,8 +82,8 @@ def test_groups_of_one_communicate_for_free(op: str) -> None:
 
 def test_taking_a_piece_is_free_and_an_unknown_op_a_mistake() -> None:
     assert collective_s(ACROSS, "shard", 1e9) == collective_s(ACROSS, "first", 1e9) == 0.0
-    with pytest.raises(ValueError, match="unknown collective 'broadcast'"):
-        collective_s(ACROSS, "broadcast", 1.0)
+    with pytest.raises(ValueError, match="unknown collective 'gossip'"):
+        collective_s(ACROSS, "gossip", 1.0)
     with pytest.raises(ValueError, match="none of tree can carry out all_gather"):
         collective_s(ACROSS, "all_gather", 1.0, ("tree",))
 

@@ -9,7 +9,7 @@ from planner.kernels import memory_s
 from planner.memory_traits import Memory, Update
 from planner.predict import Predictor, layers_per_stage
 from planner.rows import read_configuration
-from planner.stacks import STACKS, has_wide_logits, padded_vocab, stack_of
+from planner.stacks import STACKS, has_wide_logits, padded_vocabulary, stack_of
 from prediction import RowGraphs
 from runtime.row_models import row_shape
 
@@ -205,8 +205,8 @@ def test_special_entries_come_before_general_ones():
 
 def test_megatron_pads_the_vocabulary():
     row = {"framework": "megatron-core", "tp": "4"}
-    assert padded_vocab(row, 131073) == 131584 and padded_vocab(row, 51200) == 51200
-    assert padded_vocab({"framework": "torchtitan (FSDP2)"}, 131073) == 131073
+    assert padded_vocabulary(row, 131073) == 131584 and padded_vocabulary(row, 51200) == 51200
+    assert padded_vocabulary({"framework": "torchtitan (FSDP2)"}, 131073) == 131073
 
 
 def test_a_compiled_loss_makes_no_fp32_logits():

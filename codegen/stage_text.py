@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from codegen.block_text import BlockText
 from codegen.groups import Group
+from codegen.zero_text import around_backward, gradient_word, whole_weights
 from ir.names import identifier
 from ir.spmd import Spmd, StageCall
 
@@ -48,7 +49,7 @@ class StageText:
             if block.lowered.prologue:
                 call = self.spmd.call(group.calls[0])
                 values = dict(zip(block.block.inputs, call.arguments, strict=True))
-                words = ["ctx", f"w.{group.name}"]
+                words = ["ctx", self._weights(group, None)]
                 words += [f"x.{values[name]}" for name in block.prologue_arguments()]
                 lines.append(f"        {group.name}={block.name}_prologue({', '.join(words)}),")
         return [*lines, "    )", "", ""]
@@ -85,8 +86,14 @@ class StageText:
         words = [f"ctx.prologue.{group.name}"] if block.lowered.early else []
         return words + ([index] if block.draws else [])
 
-    def _weights(self, group: Group, index: str | None, tree: str = "w") -> str:
+    def _leaves(self, group: Group, index: str | None, tree: str) -> str:
         return f"{tree}.{group.name}[{index}]" if index else f"{tree}.{group.name}"
+
+    def _weights(self, group: Group, index: str | None) -> str:
+        return whole_weights(self.spmd, group, self._leaves(group, index, "w"))
+
+    def _gradients(self, group: Group, index: str | None) -> str:
+        return gradient_word(self.spmd, group, self._leaves(group, index, "g"))
 
     def _arguments(self, group: Group, placed: StageCall) -> list[str]:
         block = self.block(group)
@@ -167,7 +174,7 @@ class StageText:
         block, placed = self.block(group), group.calls[0]
         if not block.has_backward:
             return ["    saved.pop()"]
-        words = ["ctx", self._weights(group, None), self._weights(group, None, "g"), "saved.pop()"]
+        words = ["ctx", self._weights(group, None), self._gradients(group, None), "saved.pop()"]
         words += [f"d_{identifier(name)}" for name in self._tangents(group, placed)]
         words += self._tail(group, str(placed.index), block)
         values = dict(zip(block.block.inputs, self.spmd.call(placed).arguments, strict=True))
@@ -182,7 +189,9 @@ class StageText:
                 targets.append(word)
             have.add(values[name])
         call = f"{block.name}_backward({', '.join(words)})"
-        return [f"    {_tuple(targets)} = {call}" if targets else f"    {call}", *sums]
+        lines = [f"    {_tuple(targets)} = {call}" if targets else f"    {call}"]
+        leaves = self._leaves(group, None, "g")
+        return [*around_backward(self.spmd, group, leaves, lines, " " * 4), *sums]
 
     def _backward_loop(self, group: Group, have: set[str]) -> list[str]:
         """Gradients of carried values keep one name through the loop."""
@@ -196,16 +205,18 @@ class StageText:
         tangents = [f"d_{identifier(name)}" for name in self._tangents(group, group.calls[-1])]
         start = group.calls[0].index
         call = f"{start} + i" if start else "i"
-        words = ["ctx", self._weights(group, "i"), self._weights(group, "i", "g"), "saved.pop()"]
+        words = ["ctx", self._weights(group, "i"), self._gradients(group, "i"), "saved.pop()"]
         words += [*tangents, *self._tail(group, call, block)]
         targets = [
             f"d_{identifier(last.results[carried[place_of[name]]])}"
             for name in block.handed_gradients()
         ]
         body = f"{block.name}_backward({', '.join(words)})"
+        call_lines = [f"        {_tuple(targets)} = {body}" if targets else f"        {body}"]
+        leaves = self._leaves(group, "i", "g")
         lines = [
             f"    for i in reversed(range({count})):",
-            f"        {_tuple(targets)} = {body}" if targets else f"        {body}",
+            *around_backward(self.spmd, group, leaves, call_lines, " " * 8),
         ]
         for name, word in zip(block.handed_gradients(), targets, strict=True):
             value = first.arguments[place_of[name]]

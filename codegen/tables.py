@@ -14,7 +14,7 @@ from ir.layout import TENSOR, Layout, Placement, Shard
 from ir.lower import local_outer
 from ir.spmd import Message, Spmd
 
-FORMAT = "shardwright-layout/1"
+FORMAT = "shardwright-layout/2"
 
 
 def layout_tables(
@@ -62,6 +62,7 @@ def _state(spmd: Spmd, name: str) -> dict[str, Any]:
         "gradient_shards": _shards(spmd, gradient) if state.trainable else [],
         "sync": _gradient_sync(spmd, name) if state.trainable else [],
         "update": _update(spmd, state.update),
+        "zero": spmd.zero_of(name),
     }
 
 

@@ -41,7 +41,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Spmd:
-    """One rank's program; `keeps[variant][label]` are the forward values held for backward."""
+    """One rank's program; `keeps[variant][label]` are the forward values held for backward.
+
+    `zero`: the ZeRO stage, what the data axis divides (1 optimizer state, 2 gradients too, 3
+    parameters too).
+    """
 
     graph: Graph
     degrees: Degrees
@@ -51,6 +55,7 @@ class Spmd:
     state: dict[str, Placement]
     keeps: tuple[dict[str, frozenset[str]], ...]
     stages: tuple[tuple[StageCall, ...], ...]
+    zero: int = 0
 
     def call(self, placed: StageCall) -> Call:
         return self.graph.calls[placed.index]
@@ -193,6 +198,14 @@ class Spmd:
         if self.degrees.data > 1:
             steps.append(("all_reduce", DATA, PARTIAL, self.state[name]))
         return steps
+
+    def zero_of(self, name: str) -> int:
+        """The ZeRO stage of a state tensor; frozen parameters have nothing but themselves to
+        divide, one data rank or no element leaves nothing to divide."""
+        item = self.state_of[name]
+        if item.kind != "parameter" or self.degrees.data == 1 or item.type.elements(1) == 0:
+            return 0
+        return self.zero if item.trainable or self.zero == 3 else 0
 
     def is_summed(self, value: str) -> bool:
         """Whether a value is a partial sum over data ranks and micro-batches."""

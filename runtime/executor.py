@@ -33,6 +33,7 @@ from runtime.schedule import (
 )
 from runtime.state import StageGroups, State
 from runtime.transport import Channel, Transport
+from runtime.zero import gradient_leaves, weight_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,9 @@ class Executor:
         self._last_peer = {transfer.value: transfer.peer for transfer in self._here.sends}
         self._sends = {(transfer.value, transfer.peer): transfer for transfer in self._here.sends}
         self._batch_dims = {x.name: x.batch_dim for x in layout.inputs}
-        self._weights = build_namespace(dict(self._here.weights), state.tensors)
-        self._accumulators = build_namespace(dict(self._here.weights), state.accumulators)
+        tree = dict(self._here.weights)
+        self._weights = build_namespace(tree, weight_leaves(state, mesh))
+        self._accumulators = build_namespace(tree, gradient_leaves(state, mesh))
         updates = [entry.update for entry in layout.state if entry.update is not None]
         scalars = (layout.loss, *layout.metrics)
         self._wanted = [scalar for scalar in (*scalars, *updates) if scalar.stage == index]

@@ -15,7 +15,8 @@ import torch
 from runtime.errors import LayoutError
 from runtime.mesh import AXES, MeshShape
 
-FORMAT = "shardwright-layout/1"
+FORMAT = "shardwright-layout/2"
+READS = ("shardwright-layout/1", FORMAT)  # 1 has no "zero": every tensor is whole
 Item = TypeVar("Item")
 
 
@@ -51,7 +52,10 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One parameter, buffer or constant; tied names are one entry."""
+    """One parameter, buffer or constant; tied names are one entry.
+
+    `zero`: what the data axis divides in flat pieces (`runtime.zero`).
+    """
 
     names: tuple[str, ...]
     kind: str  # "parameter" | "buffer" | "constant"
@@ -63,6 +67,7 @@ class StateEntry:
     gradient_shards: tuple[Shard, ...]
     sync: tuple[Sync, ...]
     update: Scalar | None
+    zero: int = 0  # 1: the optimizer's state, 2: the gradient too, 3: the parameter too
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +138,9 @@ def parse_layout(table: Any) -> Layout:
     """The layout in a parsed JSON object."""
     if not isinstance(table, Mapping) or "format" not in table:
         raise LayoutError(f'this is no layout.json: it has no "format": "{FORMAT}".')
-    if table["format"] != FORMAT:
+    if table["format"] not in READS:
         raise LayoutError(
-            f'the layout has format "{table["format"]}" and this runtime reads "{FORMAT}". '
+            f'the layout has format "{table["format"]}" and this runtime reads {" and ".join(READS)}. '
             "Emit the program again with the version that is installed."
         )
     root = _Table(table, "layout.json")
@@ -204,7 +209,7 @@ def weight_indices(tree: Any) -> list[int]:
 def _state_entry(t: "_Table") -> StateEntry:
     names = tuple(t.sequence("names", str))
     update = t.table("update") if t.get("update") is not None else None
-    return StateEntry(
+    entry = StateEntry(
         names=names,
         kind=t.one_of("kind", ("parameter", "buffer", "constant")),
         shape=tuple(t.sequence("shape", int)),
@@ -215,7 +220,23 @@ def _state_entry(t: "_Table") -> StateEntry:
         gradient_shards=t.items("gradient_shards", _shard),
         sync=t.items("sync", _sync),
         update=_scalar(update, names[0]) if update else None,
+        zero=0 if t.get("zero") is None else t.value("zero", int),
     )
+    _check_zero(entry, t.place)
+    return entry
+
+
+def _check_zero(entry: StateEntry, place: str) -> None:
+    """Only parameters are divided, and not along the data axis in another way as well."""
+    cut = {cutting.axis for cutting in (*entry.shards, *entry.gradient_shards)}
+    moved = {step.axis for step in entry.sync if step.op != "all_reduce"}
+    if entry.zero not in (0, 1, 2, 3):
+        raise LayoutError(f'{place}: "zero" is {entry.zero}, not 0, 1, 2 or 3.')
+    if entry.zero and (entry.kind != "parameter" or "data" in cut | moved):
+        raise LayoutError(
+            f'{place}: "zero" is {entry.zero} for a {entry.kind} that is not a parameter whole on '
+            "every data rank. Emit the program again."
+        )
 
 
 def _shard(t: "_Table") -> Shard:

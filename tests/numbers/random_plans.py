@@ -1,4 +1,4 @@
-"""Random legal plans: any mesh, any strategy of each operation, any recomputation, any stages.
+"""Random legal plans: any mesh, strategy of each operation, recomputation, stages, ZeRO stage.
 
 Input: a promoted graph and a random generator. Output: a `Plan`. Boundary values that must agree
 between blocks (`planner.ports`) get one random placement; what is legal is decided by `ir` alone.
@@ -45,7 +45,10 @@ def random_plan(graph: Graph, rows: int, random: Random) -> Plan:
     ]
     stages = _random_stages(len(graph.calls), pipeline, random)
     schedule = random.choice(["1f1b", "gpipe"])
-    return hand_plan(graph, degrees, kinds, shardings, keeps, stages, schedule=schedule)
+    zero = random.choice([0, 1, 2, 3])
+    return hand_plan(
+        graph, degrees, kinds, shardings, keeps, stages, schedule=schedule, zero=zero
+    )
 
 
 def _random_subset(graph: Graph, kind: Variant, piece: Lowered, random: Random) -> frozenset[str]:

@@ -49,7 +49,7 @@ class StageText:
             if block.lowered.prologue:
                 call = self.spmd.call(group.calls[0])
                 values = dict(zip(block.block.inputs, call.arguments, strict=True))
-                words = ["ctx", self._weights(group, None)]
+                words = ["ctx", self._weights(group, None, "prologue")]
                 words += [f"x.{values[name]}" for name in block.prologue_arguments()]
                 lines.append(f"        {group.name}={block.name}_prologue({', '.join(words)}),")
         return [*lines, "    )", "", ""]
@@ -89,8 +89,8 @@ class StageText:
     def _leaves(self, group: Group, index: str | None, tree: str) -> str:
         return f"{tree}.{group.name}[{index}]" if index else f"{tree}.{group.name}"
 
-    def _weights(self, group: Group, index: str | None) -> str:
-        return whole_weights(self.spmd, group, self._leaves(group, index, "w"))
+    def _weights(self, group: Group, index: str | None, phase: str) -> str:
+        return whole_weights(self.spmd, group, self._leaves(group, index, "w"), phase)
 
     def _gradients(self, group: Group, index: str | None) -> str:
         return gradient_word(self.spmd, group, self._leaves(group, index, "g"))
@@ -102,7 +102,7 @@ class StageText:
 
     def _forward_call(self, group: Group) -> list[str]:
         block, placed = self.block(group), group.calls[0]
-        words = ["ctx", self._weights(group, None), *self._arguments(group, placed)]
+        words = ["ctx", self._weights(group, None, "forward"), *self._arguments(group, placed)]
         words += self._tail(group, str(placed.index), block)
         outs = [identifier(name) for name in self.spmd.call(placed).results]
         return [
@@ -127,7 +127,8 @@ class StageText:
                 words.append(outs[carried[place]] if place in carried else value)
         start = group.calls[0].index
         call = f"{start} + i" if start else "i"
-        words = ["ctx", self._weights(group, "i"), *words, *self._tail(group, call, block)]
+        weights = self._weights(group, "i", "forward")
+        words = ["ctx", weights, *words, *self._tail(group, call, block)]
         return [
             *lines,
             f"    for i in range({len(group.calls)}):",
@@ -174,7 +175,8 @@ class StageText:
         block, placed = self.block(group), group.calls[0]
         if not block.has_backward:
             return ["    saved.pop()"]
-        words = ["ctx", self._weights(group, None), self._gradients(group, None), "saved.pop()"]
+        weights = self._weights(group, None, "backward")
+        words = ["ctx", weights, self._gradients(group, None), "saved.pop()"]
         words += [f"d_{identifier(name)}" for name in self._tangents(group, placed)]
         words += self._tail(group, str(placed.index), block)
         values = dict(zip(block.block.inputs, self.spmd.call(placed).arguments, strict=True))
@@ -205,7 +207,8 @@ class StageText:
         tangents = [f"d_{identifier(name)}" for name in self._tangents(group, group.calls[-1])]
         start = group.calls[0].index
         call = f"{start} + i" if start else "i"
-        words = ["ctx", self._weights(group, "i"), self._gradients(group, "i"), "saved.pop()"]
+        weights = self._weights(group, "i", "backward")
+        words = ["ctx", weights, self._gradients(group, "i"), "saved.pop()"]
         words += [*tangents, *self._tail(group, call, block)]
         targets = [
             f"d_{identifier(last.results[carried[place_of[name]]])}"

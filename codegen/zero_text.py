@@ -13,10 +13,10 @@ FUNCTIONS = ("gather", "scatter_add", "zeros")
 """What a program may import from `runtime.zero`."""
 
 
-def whole_weights(spmd: Spmd, group: Group, word: str) -> str:
-    """How a block is given its weights: gathered, if it reads divided ones."""
-    reads = any(spmd.zero_of(name) == 3 for name in _state(spmd, group))
-    return f"gather({word}, ctx.mesh)" if reads else word
+def whole_weights(spmd: Spmd, group: Group, word: str, phase: str) -> str:
+    """How a block is given its weights: gathered, where divided ones are read."""
+    is_read = any(spmd.gathered(placed, phase) for placed in group.calls)
+    return f"gather({word}, ctx.mesh)" if is_read else word
 
 
 def gradient_word(spmd: Spmd, group: Group, word: str) -> str:
@@ -35,11 +35,4 @@ def around_backward(
 
 
 def _is_scattered(spmd: Spmd, group: Group) -> bool:
-    trained = (name for name in _state(spmd, group) if spmd.state_of[name].trainable)
-    return any(spmd.zero_of(name) >= 2 for name in trained)
-
-
-def _state(spmd: Spmd, group: Group) -> list[str]:
-    """The state tensors that the calls of a group read."""
-    names = (name for placed in group.calls for name in spmd.call(placed).arguments)
-    return [name for name in dict.fromkeys(names) if name in spmd.state_of]
+    return any(spmd.scattered(placed) for placed in group.calls)

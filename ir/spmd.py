@@ -207,6 +207,32 @@ class Spmd:
             return 0
         return self.zero if item.trainable or self.zero == 3 else 0
 
+    def gathered(self, placed: StageCall, phase: str) -> tuple[str, ...]:
+        """The divided parameters that are gathered for a call's "prologue", "forward" or
+        "backward": all of its block's, if the phase reads one of its inputs that are state."""
+        lowered = self.lowered[placed.variant]
+        nodes, handed = {
+            "prologue": (lowered.prologue, lowered.early),
+            "forward": (lowered.forward, lowered.outputs),
+            "backward": (
+                self.backward(placed.variant, placed.keep), tuple(g for _, g in lowered.gradients)
+            ),
+        }[phase]  # fmt: skip
+        read = {name for node in nodes for name in node.inputs} | set(handed)
+        if not read & self.always(placed.variant):
+            return ()
+        return tuple(name for name in self._state_read(placed) if self.zero_of(name) == 3)
+
+    def scattered(self, placed: StageCall) -> tuple[str, ...]:
+        """The parameters whose gradients a call's backward scatters in every micro-batch."""
+        return tuple(
+            name for name in self._state_read(placed)
+            if self.state_of[name].trainable and self.zero_of(name) >= 2
+        )  # fmt: skip
+
+    def _state_read(self, placed: StageCall) -> list[str]:
+        return [n for n in dict.fromkeys(self.call(placed).arguments) if n in self.state_of]
+
     def is_summed(self, value: str) -> bool:
         """Whether a value is a partial sum over data ranks and micro-batches."""
         return isinstance(self.flow.values[value], Partial)

@@ -100,8 +100,8 @@ def _check_shape(entry: StateEntry, gradient: torch.Tensor, updated: torch.Tenso
     if gradient.shape != updated.shape:
         raise UsageError(
             f'the gradient of "{entry.names[0]}" has shape {tuple(gradient.shape)} after its '
-            f"synchronisation and the parameter {tuple(updated.shape)}. The layout is inconsistent; "
-            "emit the program again."
+            f"synchronisation and the parameter {tuple(updated.shape)}. The layout is "
+            "inconsistent; emit the program again."
         )
 
 

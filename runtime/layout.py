@@ -140,8 +140,8 @@ def parse_layout(table: Any) -> Layout:
         raise LayoutError(f'this is no layout.json: it has no "format": "{FORMAT}".')
     if table["format"] not in READS:
         raise LayoutError(
-            f'the layout has format "{table["format"]}" and this runtime reads {" and ".join(READS)}. '
-            "Emit the program again with the version that is installed."
+            f'the layout has format "{table["format"]}" and this runtime reads '
+            f"{' and '.join(READS)}. Emit the program again with the version that is installed."
         )
     root = _Table(table, "layout.json")
     mesh = root.table("mesh")

@@ -1,7 +1,8 @@
 """Optimizers over this rank's local tensors: torch.optim's own, chosen by name.
 
 SGD and AdamW work element by element, so a shard is updated exactly as that part of the whole
-parameter would be; so is a flat piece of one, where ZeRO divides their state. Options are torch's, with torch's defaults; an unknown one is a UsageError.
+parameter would be, and so is a flat piece of one, where ZeRO divides. Options are torch's, with
+torch's defaults; an unknown one is a UsageError.
 """
 
 from collections.abc import Mapping, Sequence

@@ -107,8 +107,10 @@ class ProcessGroup:
         return everyone.view(x.dtype).reshape(self.size, *x.shape)
 
     def reduce_scatter(self, pieces: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-        rows = isinstance(pieces, torch.Tensor)
-        stacked = pieces.contiguous() if rows else torch.stack(list(pieces))
+        if isinstance(pieces, torch.Tensor):
+            stacked = pieces.contiguous()
+        else:
+            stacked = torch.stack(list(pieces))
         if stacked.dtype == torch.bool:  # a sum of booleans is "or"
             return self.reduce_scatter(list(stacked.to(torch.int32))).to(torch.bool)
         if stacked.is_complex():

@@ -127,19 +127,18 @@ class Trainer:
         return full_tensor(entry, local, self.mesh, self.device, is_piece=is_piece)
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """The optimizer's tensors whole, on every rank, as "exp_avg of NAME"; empty before a step.
-
-        NAME is the first one of a tied parameter.
-        """
+        """The optimizer's whole tensors on every rank, as "exp_avg of NAME"; none before a step."""
         if self.steps_done == 0:
             return {}
         held = self.optimizer.local_state()
         return {
-            f"{slot} of {name}": self._full(entry, held.get(name, {}).get(slot), entry.zero > 0)
+            f"{slot} of {name}": full
             for entry in self.state.entries
             if entry.trainable
-            for name in entry.names[:1]
             for slot in self.optimizer.slots
+            for local in [held.get(entry.names[0], {}).get(slot)]
+            for full in [self._full(entry, local, is_piece=entry.zero > 0)]
+            for name in entry.names
         }
 
     def gather(self) -> dict[str, torch.Tensor]:

@@ -32,10 +32,14 @@ def random_degrees(random: Random, rows: int, calls: int) -> tuple[int, Degrees]
     return pipeline, Degrees(rows, data, tensor, micro)
 
 
-def random_plan(graph: Graph, rows: int, random: Random) -> Plan:
-    """Raises `Refused` where the micro-batches of the draw would change the numbers."""
+def random_plan(
+    graph: Graph, rows: int, random: Random, *, mesh: tuple[int, Degrees] | None = None,
+    zero: int | None = None,
+) -> Plan:  # fmt: skip
+    """Stages, degrees and ZeRO stage may be given. Raises `Refused` where the micro-batches of the
+    draw would change the numbers."""
     batch_flow, kinds = kinds_of(graph)
-    pipeline, degrees = random_degrees(random, rows, len(graph.calls))
+    pipeline, degrees = mesh or random_degrees(random, rows, len(graph.calls))
     ports = connect(graph, kinds)
     shardings = random_shardings(graph, kinds, ports, degrees.tensor, random)
     lowered = lower_all(graph, batch_flow, kinds, shardings, degrees)
@@ -45,10 +49,8 @@ def random_plan(graph: Graph, rows: int, random: Random) -> Plan:
     ]
     stages = _random_stages(len(graph.calls), pipeline, random)
     schedule = random.choice(["1f1b", "gpipe"])
-    zero = random.choice([0, 1, 2, 3])
-    return hand_plan(
-        graph, degrees, kinds, shardings, keeps, stages, schedule=schedule, zero=zero
-    )
+    zero = random.choice([0, 1, 2, 3]) if zero is None else zero
+    return hand_plan(graph, degrees, kinds, shardings, keeps, stages, schedule=schedule, zero=zero)
 
 
 def _random_subset(graph: Graph, kind: Variant, piece: Lowered, random: Random) -> frozenset[str]:

@@ -164,8 +164,8 @@ def test_a_summed_piece_lies_in_the_memory_of_its_accumulator():
     ("number", "change", "message"),
     [
         (1, {"zero": 4}, r'state\[1\]: "zero" is 4, not 0, 1, 2 or 3'),
-        (1, {"zero": "2"}, 'is .2., not of type int'),
-        (5, {"zero": 1}, 'is 1 for a buffer that is not a parameter whole on every data rank'),
+        (1, {"zero": "2"}, "is .2., not of type int"),
+        (5, {"zero": 1}, "is 1 for a buffer that is not a parameter whole on every data rank"),
         (1, {"zero": 1, "shards": [{"axis": "data", "dim": 0, "outer": 1}]}, "is not a parameter"),
         (
             1,

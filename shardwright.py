@@ -60,7 +60,7 @@ def plan(
 
     `batch` is what the model is called with: a dict of keyword arguments, a tuple of positional
     ones, or one tensor. `loss` makes the loss from the model's output, if that is not the loss
-    already. `pin` fixes decisions: {"tensor": 2, "schedule": "gpipe"}.
+    already. `pin` fixes decisions: {"tensor": 2, "schedule": "gpipe", "zero": 1}.
     """
     args, kwargs = _arguments(batch)
     graph = trace(model, args, kwargs, loss=loss)
@@ -314,7 +314,8 @@ MODEL = (
 CLUSTER = "the hardware: 4x8xH100-SXM (nodes x devices x kind), local:4, or a cluster.yaml"
 PIN = (
     "fix decisions, comma-separated: pipeline=2, data=2, tensor=2, schedule=gpipe or 1f1b, "
-    "micro_batches=4, recompute=none, selective or full; what is not fixed is chosen"
+    "micro_batches=4, recompute=none, selective or full, zero=0 to 3 (what data ranks divide: "
+    "optimizer state, gradients, parameters); what is not fixed is chosen"
 )
 FLAGS: dict[str, dict[str, Any]] = {
     "--seq": {"type": _count, "metavar": "N", "help": "tokens per row (hf:, or a build(seq))"},

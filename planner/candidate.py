@@ -21,7 +21,7 @@ from planner.cost import CostModel
 from planner.exchange import Exchange, Load, exchange, exposed_send_s, exposed_tensor_s
 from planner.pieces import Pieces
 from planner.pins import Candidate
-from planner.price import Seconds, StateCost, state_cost
+from planner.price import Seconds, StateCost
 from planner.recompute import MenuPoint
 from planner.schedule import StageTime, bubble_s, held_batches, pipeline_step_s
 from planner.stage_bytes import early_bytes, gathered_bytes, point_of, stage_cost
@@ -35,6 +35,7 @@ from planner.stage_problem import (
     price,
 )
 from planner.stages import plan_stages
+from planner.zero import ZeroMoves, held_cost, tied_s
 
 ATTEMPTS = 3
 """How often the stages are planned again with less room when the exact bytes pass the capacity."""
@@ -92,14 +93,16 @@ class _Evaluation:
         self.program = Spmd(
             work.graph, candidate.degrees, work.flow, work.kinds, found.lowered,
             found.state, keeps, ((),) * last + (tuple(StageCall(i, v, "") for i, v in order),),
+            candidate.zero,
         )  # fmt: skip
         self.runs = [
             (variant, [i for i, _ in group]) for variant, group in groupby(order, lambda p: p[1])
         ]
         self.state = {
-            item.name: state_cost(self.program, item.name, cost, work.optimizer)
+            item.name: held_cost(self.program, item.name, cost, work.optimizer)
             for item in work.graph.state
         }
+        self.moves = ZeroMoves(self.program, self.state)
         self.uses = _uses(work.graph)
 
     def run(self) -> Evaluated:
@@ -185,18 +188,18 @@ class _Evaluation:
                 state += self.state[name]
         n = len(calls)
         added_s = self._accumulate_s(state) / n
-        points = tuple(
-            Point(
-                self._forward(variant, point).total_s,
-                self._backward(point).total_s + added_s,
+        points = []
+        for point in self.found.menus[variant]:
+            moves = self.moves.of(StageCall(calls[0], variant, point.label))
+            working = point.transient_bytes + early_bytes(self.found, variant) + moves.whole_bytes
+            points.append(Point(
+                self._forward(variant, point).total_s + moves.forward_s,
+                self._backward(point).total_s + moves.backward_s + added_s,
                 point.saved_bytes + self._input_bytes(variant, calls, point),
-                state.held_bytes / n, point.transient_bytes + early_bytes(self.found, variant),
-                point.label,
-            )
-            for point in self.found.menus[variant]
-        )  # fmt: skip
+                state.held_bytes / n, working, point.label,
+            ))  # fmt: skip
         name = self.work.graph.calls[calls[0]].path or self.work.kinds[variant].block.name
-        return Run(name, n, points, state.sync_s / n, state.update_s / n)
+        return Run(name, n, tuple(points), state.sync_s / n, state.update_s / n)
 
     def _forward(self, variant: int, point: MenuPoint) -> Seconds:
         """One micro-batch through one block, with its share of the prologue; the slower of the
@@ -300,9 +303,9 @@ class _Evaluation:
         backward = list(forward)
         for s, calls in enumerate(program.stages):
             for placed in calls:
-                point = point_of(self.found, placed)
-                forward[s] += self._forward(placed.variant, point)
-                backward[s] += self._backward(point)
+                point, moves = point_of(self.found, placed), self.moves.of(placed)
+                forward[s] += self._forward(placed.variant, point) + Seconds(0.0, moves.forward_s)
+                backward[s] += self._backward(point) + Seconds(0.0, moves.backward_s)
             backward[s] += Seconds(self._accumulate_s(self._state_of_stage(program, s)))
         for message in program.messages:
             send_s = self.cost.send_s(message.type.bytes(1), message.source)
@@ -351,18 +354,10 @@ class _Evaluation:
             state, lead_s = self._state_of_stage(program, s), 0.0
             if self.cost.traits.overlap_gradients:
                 lead_s = sum(backward_s[:s]) / self._virtual
-            sync_s = state.sync_s + move.step_s + self._tied_s(program, s)
+            names = self._stage_state(program, s)
+            sync_s = state.sync_s + move.step_s + tied_s(program, names, self.state, self.cost)
             tails.append((max(0.0, sync_s - lead_s), state.update_s))
         return max(tails, key=sum)
-
-    def _tied_s(self, program: Spmd, stage: int) -> float:
-        """Gradients of parameters that several stages hold are summed over these."""
-        seconds = 0.0
-        for name in self._stage_state(program, stage):
-            item = self.state[name]
-            if item.gradient_bytes and len(program.stages_of_state(name)) > 1:
-                seconds += 2 * self.cost.send_s(item.gradient_bytes)
-        return seconds
 
     def _stage_cost(self, program: Spmd, stage: int, times: StageTime) -> StageCost:
         candidate = self.candidate
@@ -371,7 +366,7 @@ class _Evaluation:
         )  # fmt: skip
         return stage_cost(
             program, stage, self.found, self._state_of_stage(program, stage),
-            gathered_bytes(program, stage, self.state, self.cost), flights, times,
+            gathered_bytes(program, stage, self.state, self.cost), flights, times, self.moves,
         )  # fmt: skip
 
 

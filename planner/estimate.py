@@ -5,25 +5,26 @@ bound times what sharding was seen to cost at that tensor degree. The bound divi
 every node on one device by the tensor degree (but no kernel is shorter than a launch), shares
 blocks evenly among stages, and adds the exchange of gradients and the optimizer. Recomputation
 that memory asks for is part of the bound where nothing else is decided (one stage, no tensor
-axis), and of the guess everywhere.
+axis), and of the guess everywhere. `ranked` gives each candidate the ZeRO stage of the best guess;
+`deeper` the next one, for a candidate that turned out to lack memory.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from math import ceil
 
 from ir.cluster import Cluster, Mesh
-from ir.graph import DTYPE_BYTES
 from planner.calibrated import cost_model
 from planner.candidate import Workload
+from planner.cost import CostModel
+from planner.even_state import EvenState
 from planner.pieces import Pieces
-from planner.pins import Candidate
-from planner.price import OPTIMIZER_TENSORS
+from planner.pins import ZERO_STAGES, Candidate
 from planner.recompute import MenuPoint
 from planner.schedule import in_flight
 
@@ -33,11 +34,13 @@ PRICE_STEPS, SMALLEST_PRICE_S, LARGEST_PRICE_S = 40, 1e-15, 1e-3
 
 @dataclass
 class Estimates:
-    """Bounds by candidate, and what was learned. `pieces_of` gives the pieces of one device."""
+    """Bounds by candidate, and what was learned. `pieces_of` gives the pieces of one device;
+    `zero_stages` are those that a candidate with data ranks may have."""
 
     work: Workload
     cluster: Cluster
     pieces_of: Callable[[Candidate], Pieces]
+    zero_stages: tuple[int, ...] = ZERO_STAGES
     ratio: dict[int, float] = field(default_factory=dict)
     known: dict[Candidate, float] = field(default_factory=dict)
     guessed: dict[tuple[Candidate, float], float] = field(default_factory=dict)
@@ -52,16 +55,40 @@ class Estimates:
         """
         found: list[Candidate] = []
         for _, group in groupby(sorted(options, key=lambda c: c.rows), key=lambda c: c.rows):
-            fitting = [c for c in group if self.may_fit(c)]
+            fitting = [c for c in map(self._opening, group) if self.may_fit(c)]
             if not fitting and found:
                 break
             found += fitting
         return sorted(found, key=self.key)
 
-    def key(self, candidate: Candidate) -> tuple[float, int, int, int]:
+    def key(self, candidate: Candidate) -> tuple[float, int, int, int, int]:
         mesh = candidate.mesh
         guess_s = float(f"{self.guess_s(candidate):.6g}")
-        return (guess_s, mesh.pipeline, -mesh.data, candidate.micro_batches)
+        return (guess_s, mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.zero)
+
+    def stages(self, candidate: Candidate) -> tuple[Candidate, ...]:
+        """The candidate at every ZeRO stage that it may have, less divided first."""
+        numbers = self.zero_stages if candidate.mesh.data > 1 else (0,)
+        return tuple(replace(candidate, zero=zero) for zero in numbers)
+
+    def deeper(self, candidate: Candidate) -> tuple[Candidate, ...]:
+        """The candidate with the next part of its state divided too, if there is one."""
+        return tuple(c for c in self.stages(candidate) if c.zero > candidate.zero)[:1]
+
+    def _opening(self, candidate: Candidate) -> Candidate:
+        """The ZeRO stage of the best guess; the last one if none may fit.
+
+        Stage 1 saves seconds of the update; what follows costs seconds and saves bytes, so it can
+        only pay where bytes are short.
+        """
+        options = self.stages(candidate)
+        fitting: list[Candidate] = []
+        for option in options:
+            if self.may_fit(option):
+                fitting.append(option)
+                if option.zero and self._recompute_s(option) == 0.0:
+                    break
+        return min(fitting, key=self.key) if fitting else options[-1]
 
     def guess_s(self, candidate: Candidate) -> float:
         """The bound, with the recomputation that memory asks for and the cost of sharding."""
@@ -69,7 +96,9 @@ class Estimates:
         ratio = self.ratio.get(tensor, 1.0)
         if (candidate, ratio) not in self.guessed:
             again_s = self._recompute_s(candidate)
-            guess_s = self._pipeline_s(candidate, ratio, again_s) + self._tail_s(candidate.mesh)
+            moved_s = self._moved_s(candidate, gathers=2)
+            guess_s = self._pipeline_s(candidate, ratio, again_s, moved_s)
+            guess_s += self._tail_s(candidate)
             self.guessed[candidate, ratio] = guess_s
         return self.guessed[candidate, ratio]
 
@@ -92,14 +121,18 @@ class Estimates:
         mesh = candidate.mesh
         alone = mesh.pipeline == mesh.tensor == 1
         again_s = self._recompute_s(candidate) if alone else 0.0
-        return self._pipeline_s(candidate, 1.0, again_s) + self._tail_s(mesh)
+        moved_s = self._moved_s(candidate, gathers=1)  # not every backward reads weights
+        return self._pipeline_s(candidate, 1.0, again_s, moved_s) + self._tail_s(candidate)
 
-    def _pipeline_s(self, candidate: Candidate, ratio: float, again_s: float) -> float:
+    def _pipeline_s(
+        self, candidate: Candidate, ratio: float, again_s: float, moved_s: float
+    ) -> float:
         """Fill and pace: some stage has an even share of all, and of the calls of each kind."""
         stages, shares = candidate.mesh.pipeline, self._shares_s(candidate)
         total_s = sum(n * seconds for n, seconds in shares)
         pace_s = max(total_s / stages, *(ceil(n / stages) * seconds for n, seconds in shares))
-        fill_s, pace_s = total_s * ratio + again_s, pace_s * ratio + again_s / stages
+        more_s = again_s + moved_s
+        fill_s, pace_s = total_s * ratio + more_s, pace_s * ratio + more_s / stages
         return fill_s + (candidate.micro_batches - 1) * pace_s
 
     def _one_device(self, candidate: Candidate) -> Pieces:
@@ -124,37 +157,38 @@ class Estimates:
             ]  # fmt: skip
         return self.shares[candidate.rows, tensor]
 
-    def _tail_s(self, mesh: Mesh) -> float:
-        """Gradients over the data axis and the update, shared evenly by stages and shards."""
-        cost = cost_model(self.cluster, mesh)
-        size_bytes = self._parameter_bytes(trainable=True) / (mesh.pipeline * mesh.tensor)
-        state_bytes = OPTIMIZER_TENSORS[self.work.optimizer] * size_bytes
-        sync_s = cost.collective_s("all_reduce", size_bytes, "data")
-        return sync_s + cost.optimizer_s(size_bytes, state_bytes)
+    @cached_property
+    def _state(self) -> EvenState:
+        return EvenState(self.work.graph, self.work.optimizer)
 
-    def _parameter_bytes(self, *, trainable: bool) -> int:
-        total = 0
-        for item in self.work.graph.state:
-            if item.trainable or not trainable:
-                total += item.type.elements(1) * DTYPE_BYTES[item.type.dtype]
-        return total
+    def _cost(self, candidate: Candidate) -> CostModel:
+        return cost_model(self.cluster, candidate.mesh)
+
+    def _tail_s(self, candidate: Candidate) -> float:
+        """Gradients over the data axis and the update, shared evenly by stages and shards."""
+        return self._state.tail_s(candidate.mesh, candidate.zero, self._cost(candidate))
+
+    def _moved_s(self, candidate: Candidate, *, gathers: int) -> float:
+        """What ZeRO scatters, and gathers so often, in a micro-batch, on all stages together."""
+        if candidate.zero < 2:
+            return 0.0
+        where = candidate.mesh, candidate.zero, self._cost(candidate)
+        return self._state.scatter_s(*where) + gathers * self._state.gather_s(*where)
 
     def state_bytes(self) -> int:
         """Parameters, gradients and optimizer state, once."""
-        copies = 1 + OPTIMIZER_TENSORS[self.work.optimizer]
-        held = self._parameter_bytes(trainable=False)
-        return held + copies * self._parameter_bytes(trainable=True)
+        return self._state.all_bytes()
 
-    def _held_bytes(self, mesh: Mesh) -> float:
-        """State of a device when it is divided evenly by stages and shards."""
-        return self.state_bytes() / (mesh.pipeline * mesh.tensor)
+    def _held_bytes(self, candidate: Candidate) -> float:
+        """State of a device when it is divided evenly by stages, shards and data ranks."""
+        return self._state.held_bytes(candidate.mesh, candidate.zero)
 
     def need_bytes(self, candidate: Candidate) -> float:
         """State and activations of a device, divided evenly, with everything recomputed."""
-        mesh, stages = candidate.mesh, candidate.mesh.pipeline
+        stages = candidate.mesh.pipeline
         held = in_flight(0, stages, candidate.micro_batches, candidate.schedule)
         kept, _ = self._cheapest(candidate, LARGEST_PRICE_S)
-        return self._held_bytes(mesh) + self._transient_bytes(candidate) + held * kept / stages
+        return self._held_bytes(candidate) + self._transient_bytes(candidate) + held * kept / stages
 
     def _transient_bytes(self, candidate: Candidate) -> float:
         menus = self._one_device(candidate).menus
@@ -163,7 +197,7 @@ class Estimates:
     def _room_bytes(self, candidate: Candidate) -> float:
         """What all stages together can keep of one micro-batch: sum of room / in flight."""
         mesh, count = candidate.mesh, candidate.micro_batches
-        room = cost_model(self.cluster, mesh).capacity_bytes - self._held_bytes(mesh)
+        room = self._cost(candidate).capacity_bytes - self._held_bytes(candidate)
         room -= self._transient_bytes(candidate)
         flights = (in_flight(s, mesh.pipeline, count, candidate.schedule)
                    for s in range(mesh.pipeline))  # fmt: skip
@@ -171,8 +205,8 @@ class Estimates:
 
     def may_fit(self, candidate: Candidate) -> bool:
         """Whether the state and the least activations, divided evenly, leave room."""
-        room = cost_model(self.cluster, candidate.mesh).capacity_bytes
-        if self._held_bytes(candidate.mesh) > room:
+        room = self._cost(candidate).capacity_bytes
+        if self._held_bytes(candidate) > room:
             return False
         least, _ = self._cheapest(candidate, LARGEST_PRICE_S)
         return least <= self._room_bytes(candidate)

@@ -19,7 +19,8 @@ from planner.schedule import SCHEDULES
 
 RECOMPUTE = ("none", "selective", "full")
 COUNTS = (*AXES, "micro_batches")
-KEYS = (*COUNTS, "schedule", "recompute")
+KEYS = (*COUNTS, "schedule", "recompute", "zero")
+ZERO_STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +33,21 @@ class Pins:
     micro_batches: int | None = None
     schedule: str | None = None
     recompute: str | None = None
+    zero: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A mesh with a micro-batch count and a schedule; `rows` of the batch per micro-batch."""
+    """A mesh with a micro-batch count and a schedule; `rows` of the batch per micro-batch.
+
+    `zero`: what is divided over the data axis, 0 (nothing) to 3 (`ir.spmd.Spmd`).
+    """
 
     mesh: Mesh
     micro_batches: int
     schedule: str
     rows: int
+    zero: int = 0
 
     @property
     def degrees(self) -> Degrees:
@@ -49,7 +55,8 @@ class Candidate:
         return Degrees(self.rows * mesh.data * count, mesh.data, mesh.tensor, count)
 
     def __str__(self) -> str:
-        return f"{self.mesh} micro_batches={self.micro_batches} {self.schedule}"
+        zero = f" zero={self.zero}" if self.zero else ""
+        return f"{self.mesh} micro_batches={self.micro_batches} {self.schedule}{zero}"
 
 
 def read_pins(values: Mapping[str, Any] | None) -> Pins:
@@ -60,9 +67,9 @@ def read_pins(values: Mapping[str, Any] | None) -> Pins:
             raise UsageError(f"unknown pin {key!r}. Pins are {', '.join(KEYS)}.")
         if key in COUNTS and (type(value) is not int or value < 1):
             raise UsageError(f"pin {key}={value!r}: it must be a whole number of at least 1.")
-        words = {"schedule": SCHEDULES, "recompute": RECOMPUTE}.get(key)
-        if words and value not in words:
-            raise UsageError(f"pin {key}={value!r}: it is one of {', '.join(words)}.")
+        words = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "zero": ZERO_STAGES}.get(key)
+        if words and (value not in words or isinstance(value, bool)):
+            raise UsageError(f"pin {key}={value!r}: it is one of {', '.join(map(str, words))}.")
     return Pins(**values)
 
 
@@ -100,6 +107,11 @@ def parse_pins(text: str, *, micro_batches: int | None = None) -> dict[str, int 
 def check_pins(pins: Pins, n_devices: int, global_batch: int, *, has_batch: bool) -> None:
     """Raises `UsageError` for pins that contradict the devices, the batch or each other."""
     _check_devices(pins, n_devices)
+    if pins.zero and _most_data(pins, n_devices, has_batch=has_batch) == 1:
+        raise UsageError(
+            f"pin zero={pins.zero}: ZeRO divides state over data ranks, and with data=1 there is "
+            "nothing to divide. Use zero=0, or pins that leave at least two data ranks."
+        )
     for key in ("data", "micro_batches"):
         value = getattr(pins, key)
         if value not in (None, 1) and not has_batch:
@@ -127,6 +139,13 @@ def check_pins(pins: Pins, n_devices: int, global_batch: int, *, has_batch: bool
             f"{local} rows{ranks} can't be divided into {pins.micro_batches} micro-batches. Use "
             f"micro_batches={nearest(local, pins.micro_batches)}."
         )
+
+
+def _most_data(pins: Pins, n_devices: int, *, has_batch: bool) -> int:
+    """The highest data degree that the pins and the model allow."""
+    if not has_batch:
+        return 1
+    return pins.data or n_devices // (pins.pipeline or 1) // (pins.tensor or 1)
 
 
 def _check_devices(pins: Pins, n_devices: int) -> None:

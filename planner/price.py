@@ -151,7 +151,8 @@ class StateCost:
 
     `exchanged_bytes` and `gathered_bytes`: gradients and parameters that the data axis moves in
     buckets (`planner.exchange`); what it moves tensor by tensor is in `sync_s`. `summed_bytes`:
-    gradients that every micro-batch adds up.
+    gradients that every micro-batch adds up. `gather_s` and `scatter_s`: of one gather of a
+    parameter and one scatter of its gradient, where every micro-batch does them (`planner.zero`).
     """
 
     parameter_bytes: int = 0
@@ -162,6 +163,8 @@ class StateCost:
     exchanged_bytes: int = 0
     gathered_bytes: int = 0
     summed_bytes: int = 0
+    gather_s: float = 0.0
+    scatter_s: float = 0.0
 
     @property
     def held_bytes(self) -> int:
@@ -176,6 +179,7 @@ class StateCost:
             self.exchanged_bytes + other.exchanged_bytes,
             self.gathered_bytes + other.gathered_bytes,
             self.summed_bytes + other.summed_bytes,
+            self.gather_s + other.gather_s, self.scatter_s + other.scatter_s,
         )  # fmt: skip
 
 

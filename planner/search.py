@@ -3,7 +3,8 @@
 Input: a traced graph, a cluster, the global batch, pins. Output: the `Plan` with the smallest
 predicted step that fits. A candidate's lower bound divides the work of one device evenly and adds
 the pipeline's fill and the exchange of gradients; candidates are evaluated in the order of an
-estimate until none can be better, and the plan carries the least bound of all.
+estimate until none can be better, and the plan carries the least bound of all. A candidate is
+tried at one ZeRO stage, and at the next one only while memory makes it recompute or not fit.
 """
 
 from __future__ import annotations
@@ -28,7 +29,16 @@ from planner.cost import CostModel
 from planner.describe import describe
 from planner.estimate import Estimates
 from planner.pieces import Pieces, pieces, whole
-from planner.pins import Candidate, Pins, candidates, check_pins, divisors, meshes, read_pins
+from planner.pins import (
+    ZERO_STAGES,
+    Candidate,
+    Pins,
+    candidates,
+    check_pins,
+    divisors,
+    meshes,
+    read_pins,
+)
 from planner.price import OPTIMIZER_TENSORS
 from planner.sharding import ShardingResult, shard
 from planner.solver import SolverFailed
@@ -52,8 +62,8 @@ def plan(
     """Decides how to train `graph` on all devices of `cluster`; deterministic.
 
     `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("1f1b", "gpipe"),
-    recompute ("none", "selective", "full"). Raises `UsageError` for a request that makes no
-    sense, `Refused` when no plan fits or the numbers would change.
+    recompute ("none", "selective", "full"), zero (0 to 3). Raises `UsageError` for a request that
+    makes no sense, `Refused` when no plan fits or the numbers would change.
     """
     if optimizer not in OPTIMIZER_TENSORS:
         known = ", ".join(sorted(OPTIMIZER_TENSORS))
@@ -76,7 +86,7 @@ def plan(
     made = Plan(
         name or graph.model, signature(graph), cluster, best.candidate.mesh,
         best.candidate.schedule, best.candidate.micro_batches, global_batch, optimizer, blocks,
-        best.stages, best.prediction, notes,
+        best.stages, best.prediction, notes, zero=best.candidate.zero,
     )  # fmt: skip
     return replace(made, text=describe(made, best))
 
@@ -95,7 +105,7 @@ def _check_batch(graph: Graph, global_batch: int) -> None:
 
 @dataclass
 class _Best:
-    """The best plan so far, by step and then by fewer stages and more data ranks."""
+    """The best plan so far, by step and then by fewer stages, more data ranks, less divided."""
 
     found: Evaluated | None = None
 
@@ -107,7 +117,8 @@ class _Best:
 def _order(item: Evaluated) -> tuple[Any, ...]:
     candidate = item.candidate
     step = float(f"{item.prediction.step_s:.9g}")
-    return (step, candidate.mesh.pipeline, -candidate.mesh.data, candidate.micro_batches)
+    mesh = candidate.mesh
+    return (step, mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.zero)
 
 
 class _Search:
@@ -119,7 +130,8 @@ class _Search:
         self.notes: list[str] = []
         self.shardings: dict[tuple[int, int, int, float], ShardingResult] = {}
         self.pieces: dict[tuple[Any, ...], Pieces] = {}
-        self.estimates = Estimates(work, cluster, lambda c: self._pieces(c, 0.0))
+        zero = ZERO_STAGES if pins.zero is None else (pins.zero,)
+        self.estimates = Estimates(work, cluster, lambda c: self._pieces(c, 0.0), zero)
         self.bounds: list[float] = []
 
     def run(self) -> Evaluated:
@@ -139,6 +151,7 @@ class _Search:
 
     def _nothing_fits(self, options: list[Candidate]) -> Refused:
         """What the candidate of least memory lacks, and how many devices its state asks for."""
+        options = [self.estimates.stages(candidate)[-1] for candidate in options]
         least = min(options, key=lambda c: (self.estimates.need_bytes(c), self.estimates.key(c)))
         cost = cost_model(self.cluster, least.mesh)
         price = BYTE_PRICES[-1] if least.mesh.tensor > 1 else 0.0
@@ -150,7 +163,8 @@ class _Search:
         state_bytes = self.estimates.state_bytes()
         devices = ceil(state_bytes / cost.capacity_bytes)
         needs = f" The state alone ({state_bytes / GIB:.1f} GiB) needs at least {devices} devices."
-        asked = f" The least was tried: {least.mesh}, {least.rows} rows per micro-batch."
+        zero = f", ZeRO {least.zero}" if least.zero else ""
+        asked = f" The least was tried: {least.mesh}, {least.rows} rows per micro-batch{zero}."
         return Refused(reason + asked + (needs if devices > self.cluster.n_devices else ""))
 
     def _bounded(self, found: Evaluated) -> Evaluated:
@@ -174,6 +188,8 @@ class _Search:
             if mesh.pipeline > calls or (useless and not self.pins.tensor):
                 continue
             if mesh.data > 1 and not self.has_batch:
+                continue
+            if self.pins.zero and mesh.data == 1:
                 continue
             yield from candidates(
                 self.pins, mesh, self.work.global_batch, whole_batch=whole_batch
@@ -202,16 +218,23 @@ class _Search:
                 break
             open_.pop(0)
             evaluations += 1
-            self._try(candidate, best)
-        self.bounds += [self.estimates.bound_s(c) for c in open_]
+            if self._try(candidate, best):
+                open_ += self.estimates.deeper(candidate)
+        self.bounds += [self._least_bound_s(c) for c in open_]
 
-    def _try(self, candidate: Candidate, best: _Best) -> None:
-        """Evaluates a candidate under rising prices of memory."""
-        self.bounds.append(self.estimates.bound_s(candidate))
-        cost = cost_model(self.cluster, candidate.mesh)
+    def _least_bound_s(self, candidate: Candidate) -> float:
+        """At any ZeRO stage that may fit."""
+        estimates = self.estimates
+        others = [c for c in estimates.stages(candidate) if estimates.may_fit(c)]
+        return min(estimates.bound_s(c) for c in others or [candidate])
+
+    def _try(self, candidate: Candidate, best: _Best) -> bool:
+        """Evaluates a candidate under rising prices of memory; whether it still lacks some."""
+        self.bounds.append(self._least_bound_s(candidate))
+        cost, lacks = cost_model(self.cluster, candidate.mesh), True
         for price in BYTE_PRICES if candidate.mesh.tensor > 1 else BYTE_PRICES[:1]:
             if best.found and not self._is_solved(candidate, price):
-                return
+                return lacks
             try:
                 found = evaluate(self.work, candidate, self._pieces(candidate, price), cost)
             except SolverFailed:
@@ -220,8 +243,10 @@ class _Search:
                 continue
             best.offer(found)
             self.estimates.learn(candidate, found.pieces)
-            if _recomputed_share(found) < SLACK:
-                return
+            lacks = _recomputed_share(found) >= SLACK
+            if not lacks:
+                return False
+        return lacks
 
     def _is_solved(self, candidate: Candidate, price: float) -> bool:
         """Whether the sharding is known, or may still be searched for."""

@@ -17,9 +17,13 @@ from codegen import emit
 from codegen.load import load
 from ir.graph import Graph
 from ir.lower import Degrees
+from ir.plan import spmd
 from ir.promote import promote
 from ir.trace import trace
+from planner.cost import Roofline
+from planner.zero import held_cost
 from runtime.compare import Run, Training, compare, run_plain, run_program, widened, widened_batch
+from runtime.trainer import run_threads
 from tests.numbers.random_plans import random_plan
 
 ROWS, WIDTH, WORDS = 12, 12, 24
@@ -105,6 +109,7 @@ TRAININGS = {
     "momentum": Training(steps=3, lr=0.1, clip_norm=0.05, optimizer="sgd", momentum=0.9),
     "sgd": Training(steps=2, lr=0.1, clip_norm=None, optimizer="sgd"),
 }
+PARTS = ("parameter", "gradient", "optimizer")
 MICRO_BATCHES = {"buffers": 1, "dropped": 2}
 MESHES = {  # pipeline, tensor
     "data only": (1, 1), "tensor": (1, 2), "pipeline": (2, 1), "both": (2, 2), "deep": (3, 1),
@@ -154,6 +159,30 @@ def test_devices_give_the_numbers_of_one(case):
 def test_without_clipping_and_state(zero):
     found = run("special", "sgd", (2, Degrees(ROWS, 3, 1, 2)), zero)
     assert compare(found, wanted("special", "sgd")).status == "ok"
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_ranks_hold_the_bytes_that_the_planner_counts(zero):
+    """Of parameters and buffers, of gradients and of the optimizer, on every rank of two stages."""
+    graph, model, batch = prepared("special")
+    plan = random_plan(graph, ROWS, Random(7), mesh=(2, Degrees(ROWS, 3, 2, 1)), zero=zero)
+    program, cost = spmd(graph, plan), Roofline(plan.cluster, plan.mesh)
+
+    def fn(trainer):
+        trainer.step(*batch)
+        slots = trainer.optimizer.local_state().values()
+        slots = [t for held in slots for name, t in held.items() if name != "step"]
+        held = trainer.state.tensors, trainer.state.accumulators, slots
+        return [sum(t.numel() * t.element_size() for t in ts if t is not None) for ts in held]
+
+    module, layout = load(emit(graph, plan))
+    found = run_threads(layout, module, model, plan.mesh.size, fn)
+    for rank, held in enumerate(found):
+        stage = rank // (plan.mesh.data * plan.mesh.tensor)
+        names = [s.name for s in graph.state if stage in program.stages_of_state(s.name)]
+        costs = [held_cost(program, name, cost, "adamw") for name in names]
+        planned = [sum(getattr(c, f"{part}_bytes") for c in costs) for part in PARTS]
+        assert held == planned, rank
 
 
 def test_one_data_rank_has_nothing_to_divide():

@@ -27,7 +27,8 @@ def _products() -> Plan:
 
 def _zero() -> Plan:
     pin = {"data": 2, "pipeline": 2, "micro_batches": 2, "zero": 3}
-    return plan(chain(width=64, hidden=256), Cluster.local(4, memory_GiB=1), global_batch=8, pin=pin)
+    graph = chain(width=64, hidden=256)
+    return plan(graph, Cluster.local(4, memory_GiB=1), global_batch=8, pin=pin)
 
 
 PLANS: dict[str, Callable[[], Plan]] = {

@@ -10,17 +10,21 @@ import pytest
 from small_models import chain, products, whole
 
 from ir.cluster import Cluster, Mesh
-from ir.errors import UsageError
+from ir.errors import Refused, UsageError
 from ir.graph import Graph
 from ir.layout import TENSOR
 from ir.lower import Degrees
 from ir.plan import Plan, spmd
 from ir.spmd import Spmd, lower_all
 from planner import plan
+from planner.candidate import Workload, _Evaluation, evaluate
 from planner.cost import Roofline
 from planner.even_state import EvenState
-from planner.pins import parse_pins
+from planner.pieces import pieces
+from planner.pieces import whole as unsharded
+from planner.pins import Candidate, parse_pins
 from planner.search import SLACK
+from planner.stages import plan_stages
 from planner.zero import ZeroMoves, held_cost
 from tests.hand_plan import even_stages, hand_plan, keep_all, kinds_of, whole_shardings
 from tests.numbers.random_plans import random_plan
@@ -195,6 +199,31 @@ def test_scarce_memory_divides_more(heavy: Graph) -> None:
         stages.append(found.zero)
     assert stages == sorted(stages)
     assert stages[-1] == 3
+
+
+@pytest.mark.parametrize(("memory_MiB", "zero"), [(6, 1), (4, 2), (3, 3)])
+def test_a_stage_that_turns_out_too_full_divides_more(memory_MiB: float, zero: int) -> None:
+    """Five layers on two stages: one has three, where an even share has two and a half."""
+    graph = chain(depth=5, width=128, hidden=512, seq=4)
+    cluster = Cluster.local(16, memory_GiB=memory_MiB / 2**10)
+    pin = {"pipeline": 2, "data": 8, "micro_batches": 1, "recompute": "none"}
+    assert plan(graph, cluster, global_batch=16, pin=pin).zero == zero
+    with pytest.raises(Refused, match="no plan fits"):
+        plan(graph, cluster, global_batch=16, pin=pin | {"zero": zero - 1})
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_stage_problem_prices_what_the_prediction_does(graph: Graph, zero: int) -> None:
+    batch_flow, kinds = kinds_of(graph)
+    work = Workload(graph, batch_flow, kinds, 8 * DATA, "adamw")
+    candidate = Candidate(MESH, 2, "1f1b", 4, zero)
+    found = pieces(
+        graph, batch_flow, kinds, unsharded(graph, kinds), candidate.degrees, COST, "none"
+    )
+    stages = plan_stages(_Evaluation(work, candidate, found, COST)._problem(2**30))
+    prediction = evaluate(work, candidate, found, COST).prediction
+    assert stages.step_s == pytest.approx(prediction.step_s)
+    assert stages.stage_memory[0].peak_bytes == pytest.approx(prediction.peak_bytes)
 
 
 def test_less_is_divided_where_it_does_not_pay() -> None:

@@ -62,7 +62,7 @@ def plan(
 
     `batch` is what the model is called with: a dict of keyword arguments, a tuple of positional
     ones, or one tensor. `loss` makes the loss from the model's output, if that is not the loss
-    already. `pin` fixes decisions: {"tensor": 2, "schedule": "gpipe"}.
+    already. `pin` fixes decisions: {"tensor": 2, "schedule": "gpipe", "zero": 1}.
     """
     args, kwargs = _arguments(batch)
     graph = trace(model, args, kwargs, loss=loss)
@@ -319,7 +319,8 @@ CLUSTER = "the hardware: 4x8xH100-SXM (nodes x devices x kind), local:4, or a cl
 PIN = (
     "fix decisions, comma-separated: pipeline=2, data=2, tensor=2, micro_batches=4, schedule=1f1b, "
     "gpipe, zero-bubble or interleaved (then also virtual_stages=2), recompute=none, selective or "
-    "full; what is not fixed is chosen"
+    "full, zero=0 to 3 (what data ranks divide: optimizer state, gradients, parameters); what is "
+    "not fixed is chosen"
 )
 TRACE = (
     "write the simulated timeline of a step, a process per rank and a thread per stream, as JSON "

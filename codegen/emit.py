@@ -22,6 +22,7 @@ from codegen.block_text import BlockText
 from codegen.groups import Group, stage_groups
 from codegen.stage_text import StageText
 from codegen.tables import layout_tables
+from codegen.zero_text import FUNCTIONS as ZERO_FUNCTIONS
 from ir.errors import Refused, UsageError
 from ir.graph import Graph
 from ir.names import Namer
@@ -177,6 +178,9 @@ def _head(plan: Plan, body: str) -> list[str]:
     lines.append("from runtime.program import Stage")
     if " dropout(" in body:
         lines.append("from runtime.random import dropout")
+    divided = [name for name in ZERO_FUNCTIONS if f" {name}(" in body]
+    if divided:
+        lines.append(f"from runtime.zero import {', '.join(divided)}")
     return lines
 
 

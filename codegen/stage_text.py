@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from codegen.block_text import BlockText
 from codegen.groups import Group
+from codegen.zero_text import around_backward, gradient_word, whole_weights
 from ir.names import identifier
 from ir.spmd import Spmd, StageCall
 
@@ -55,7 +56,7 @@ class StageText:
             if block.lowered.prologue:
                 call = self.spmd.call(group.calls[0])
                 values = dict(zip(block.block.inputs, call.arguments, strict=True))
-                words = ["ctx", f"w.{group.name}"]
+                words = ["ctx", self._weights(group, None, "prologue")]
                 words += [f"x.{values[name]}" for name in block.prologue_arguments()]
                 lines.append(f"        {group.name}={block.name}_prologue({', '.join(words)}),")
         return [*lines, "    )", "", ""]
@@ -92,8 +93,14 @@ class StageText:
         words = [f"ctx.prologue.{group.name}"] if block.lowered.early else []
         return words + ([index] if block.draws else [])
 
-    def _weights(self, group: Group, index: str | None, tree: str = "w") -> str:
+    def _leaves(self, group: Group, index: str | None, tree: str) -> str:
         return f"{tree}.{group.name}[{index}]" if index else f"{tree}.{group.name}"
+
+    def _weights(self, group: Group, index: str | None, phase: str) -> str:
+        return whole_weights(self.spmd, group, self._leaves(group, index, "w"), phase)
+
+    def _gradients(self, group: Group, index: str | None) -> str:
+        return gradient_word(self.spmd, group, self._leaves(group, index, "g"))
 
     def _arguments(self, group: Group, placed: StageCall) -> list[str]:
         block = self.block(group)
@@ -102,7 +109,7 @@ class StageText:
 
     def _forward_call(self, group: Group) -> list[str]:
         block, placed = self.block(group), group.calls[0]
-        words = ["ctx", self._weights(group, None), *self._arguments(group, placed)]
+        words = ["ctx", self._weights(group, None, "forward"), *self._arguments(group, placed)]
         words += self._tail(group, str(placed.index), block)
         outs = [identifier(name) for name in self.spmd.call(placed).results]
         return [
@@ -125,7 +132,7 @@ class StageText:
             if name in block.arguments:
                 value = self._word(first.arguments[place])
                 words.append(outs[carried[place]] if place in carried else value)
-        words = ["ctx", self._weights(group, "i"), *words]
+        words = ["ctx", self._weights(group, "i", "forward"), *words]
         words += self._tail(group, self._call(group), block)
         return [
             *lines,
@@ -175,7 +182,8 @@ class StageText:
             if not block.has_halves:
                 continue
             index = "i" if group.many else None
-            words = ["ctx", self._weights(group, index), self._weights(group, index, "g")]
+            weights = self._weights(group, index, "backward")
+            words = ["ctx", weights, self._gradients(group, index)]
             words += ["pending.pop()", *self._tail(group, self._call(group), block)]
             call = f"    {block.name}_backward_weight({', '.join(words)})"
             loop = f"    for i in range({len(group.calls)}):"
@@ -213,7 +221,8 @@ class StageText:
         block, placed = self.block(group), group.calls[0]
         if not block.has_backward:
             return ["    saved.pop()"]
-        words = ["ctx", self._weights(group, None), self._weights(group, None, "g"), "saved.pop()"]
+        weights = self._weights(group, None, "backward")
+        words = ["ctx", weights, self._gradients(group, None), "saved.pop()"]
         words += [f"d_{identifier(name)}" for name in self._tangents(group, placed)]
         words += self._tail(group, self._call(group), block)
         values = dict(zip(block.block.inputs, self.spmd.call(placed).arguments, strict=True))
@@ -227,7 +236,9 @@ class StageText:
             else:
                 targets.append(word)
             have.add(values[name])
-        return [*(f"    {line}" for line in self._called(block, targets, words)), *sums]
+        lines = [f"    {line}" for line in self._called(block, targets, words)]
+        leaves = self._leaves(group, None, "g")
+        return [*around_backward(self.spmd, group, leaves, lines, " " * 4), *sums]
 
     def _backward_loop(self, group: Group, have: set[str]) -> list[str]:
         """Gradients of carried values keep one name through the loop."""
@@ -239,14 +250,19 @@ class StageText:
         carried = dict(group.carried)
         place_of = {name: place for place, name in enumerate(block.block.inputs)}
         tangents = [f"d_{identifier(name)}" for name in self._tangents(group, group.calls[-1])]
-        words = ["ctx", self._weights(group, "i"), self._weights(group, "i", "g"), "saved.pop()"]
+        weights = self._weights(group, "i", "backward")
+        words = ["ctx", weights, self._gradients(group, "i"), "saved.pop()"]
         words += [*tangents, *self._tail(group, self._call(group), block)]
         targets = [
             f"d_{identifier(last.results[carried[place_of[name]]])}"
             for name in block.handed_gradients()
         ]
-        lines = [f"    for i in reversed(range({count})):"]
-        lines += [f"        {line}" for line in self._called(block, targets, words)]
+        call_lines = [f"        {line}" for line in self._called(block, targets, words)]
+        leaves = self._leaves(group, "i", "g")
+        lines = [
+            f"    for i in reversed(range({count})):",
+            *around_backward(self.spmd, group, leaves, call_lines, " " * 8),
+        ]
         for name, word in zip(block.handed_gradients(), targets, strict=True):
             value = first.arguments[place_of[name]]
             final = f"d_{identifier(value)}"

@@ -64,6 +64,7 @@ def _state(spmd: Spmd, name: str) -> dict[str, Any]:
         "gradient_shards": _shards(spmd, gradient) if state.trainable else [],
         "sync": _gradient_sync(spmd, name) if state.trainable else [],
         "update": _update(spmd, state.update),
+        "zero": spmd.zero_of(name),
     }
 
 

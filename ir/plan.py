@@ -101,6 +101,7 @@ class Prediction:
 class Plan:
     """All decisions for one model on one cluster; see the module's docstring.
 
+    `zero`: the ZeRO stage over the data axis, 0 to 3 (`ir.spmd.Spmd`).
     `graph` is the traced model, where the plan was made in this process; it is not saved.
     """
 
@@ -117,6 +118,7 @@ class Plan:
     prediction: Prediction
     approximations: tuple[str, ...] = ()
     text: str = ""
+    zero: int = 0
     graph: Graph | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -153,6 +155,8 @@ class Plan:
         # the cluster, which writes itself, is left out for a moment
         value = asdict(replace(self, cluster=None, graph=None))  # type: ignore[arg-type]
         del value["graph"]
+        if not self.zero:  # as in plan files from before there was a choice: same bytes, same hash
+            del value["zero"]
         return {**value, "cluster": self.cluster.to_json()}
 
     def _body(self) -> str:
@@ -193,6 +197,7 @@ class Plan:
             tuple(_block(b) for b in value["blocks"]),
             tuple(tuple(Placed(**p) for p in stage) for stage in value["stages"]),
             _prediction(value["prediction"]), tuple(value["approximations"]), value["text"],
+            value.get("zero", 0),
         )  # fmt: skip
         if plan.hash != value["hash"]:
             raise UsageError(
@@ -311,7 +316,7 @@ def spmd(graph: Graph, plan: Plan) -> Spmd:
     )  # fmt: skip
     keeps = tuple({label: frozenset(names) for label, names in b.keeps} for b in plan.blocks)
     state = _state_places(graph, kinds, shardings)
-    return Spmd(graph, plan.degrees, batch_flow, kinds, lowered, state, keeps, stages)
+    return Spmd(graph, plan.degrees, batch_flow, kinds, lowered, state, keeps, stages, plan.zero)
 
 
 def _state_places(

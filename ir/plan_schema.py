@@ -27,6 +27,10 @@ PLAN = {
     "stages": list, "prediction": dict, "approximations": list, "text": str,
 }  # fmt: skip
 
+OPTIONAL = {"zero": int}
+"""Keys that a plan has only where they are not 0."""
+ZERO_STAGES = (0, 1, 2, 3)
+
 
 def check_plan(value: Any, version: str, where: str) -> None:
     """Raises `UsageError` naming the first key that is missing, unknown or of another type."""
@@ -37,7 +41,10 @@ def check_plan(value: Any, version: str, where: str) -> None:
             f"{where} has format {value.get('format')!r}; this version reads {version!r}. "
             "Plan again with this version."
         )
-    _check(value, PLAN, where)
+    given = {key: kind for key, kind in OPTIONAL.items() if key in value}
+    _check(value, {**PLAN, **given}, where)
+    if value.get("zero", 0) not in ZERO_STAGES:
+        raise UsageError(f"{where}: zero is {value['zero']}; ZeRO has the stages 0, 1, 2 and 3.")
     _check(value["mesh"], MESH, f"{where}: mesh")
     _check(value["prediction"], PREDICTION, f"{where}: prediction")
     for i, stage in enumerate(value["prediction"]["stages"]):

@@ -42,7 +42,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Spmd:
-    """One rank's program; `keeps[variant][label]` are the forward values held for backward."""
+    """One rank's program; `keeps[variant][label]` are the forward values held for backward.
+
+    `zero`: the ZeRO stage, what the data axis divides (1 optimizer state, 2 gradients too, 3
+    parameters too).
+    """
 
     graph: Graph
     degrees: Degrees
@@ -52,6 +56,7 @@ class Spmd:
     state: dict[str, Placement]
     keeps: tuple[dict[str, frozenset[str]], ...]
     stages: tuple[tuple[StageCall, ...], ...]
+    zero: int = 0
 
     def call(self, placed: StageCall) -> Call:
         return self.graph.calls[placed.index]
@@ -206,6 +211,40 @@ class Spmd:
         if self.degrees.data > 1:
             steps.append(("all_reduce", DATA, PARTIAL, self.state[name]))
         return steps
+
+    def zero_of(self, name: str) -> int:
+        """The ZeRO stage of a state tensor; frozen parameters have nothing but themselves to
+        divide, one data rank or no element leaves nothing to divide."""
+        item = self.state_of[name]
+        if item.kind != "parameter" or self.degrees.data == 1 or item.type.elements(1) == 0:
+            return 0
+        return self.zero if item.trainable or self.zero == 3 else 0
+
+    def gathered(self, placed: StageCall, phase: str) -> tuple[str, ...]:
+        """The divided parameters that are gathered for a call's "prologue", "forward" or
+        "backward": all of its block's, if the phase reads one of its inputs that are state."""
+        lowered = self.lowered[placed.variant]
+        nodes, handed = {
+            "prologue": (lowered.prologue, lowered.early),
+            "forward": (lowered.forward, lowered.outputs),
+            "backward": (
+                self.backward(placed.variant, placed.keep), tuple(g for _, g in lowered.gradients)
+            ),
+        }[phase]  # fmt: skip
+        read = {name for node in nodes for name in node.inputs} | set(handed)
+        if not read & self.always(placed.variant):
+            return ()
+        return tuple(name for name in self._state_read(placed) if self.zero_of(name) == 3)
+
+    def scattered(self, placed: StageCall) -> tuple[str, ...]:
+        """The parameters whose gradients a call's backward scatters in every micro-batch."""
+        return tuple(
+            name for name in self._state_read(placed)
+            if self.state_of[name].trainable and self.zero_of(name) >= 2
+        )  # fmt: skip
+
+    def _state_read(self, placed: StageCall) -> list[str]:
+        return [n for n in dict.fromkeys(self.call(placed).arguments) if n in self.state_of]
 
     def is_summed(self, value: str) -> bool:
         """Whether a value is a partial sum over data ranks and micro-batches."""

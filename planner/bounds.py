@@ -31,13 +31,15 @@ from planner.cost import CostModel
 from planner.frontier import Frontier, frontier
 from planner.pieces import Pieces
 from planner.pins import Candidate
-from planner.price import NodeTimes, Seconds, StateCost, least_state_cost
+from planner.price import OPTIMIZER_TENSORS, NodeTimes, Seconds, StateCost
 from planner.recompute_program import KeptProgram
 from planner.schedule import moments
 from planner.sharding_bound import BlockBound, block_bound, least_total_s
+from planner.sharding_program import HELD_TENSORS
 from planner.stage_cuts import best_cuts, least_maximum, relaxed_seconds, tail_seconds
 from planner.stage_problem import Point, Run, StageProblem
 from planner.workload import Workload
+from planner.zero import least_held_cost
 
 SENDS = 2
 """A value that crosses and its gradient are both waited for, on one side or on both."""
@@ -59,7 +61,7 @@ class Bounds:
     totals: dict[tuple[int, int], float] = field(default_factory=dict)
     frontiers: dict[int, tuple[Frontier, ...]] = field(default_factory=dict)
     crossings: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
-    states: dict[Mesh, dict[str, StateCost]] = field(default_factory=dict)
+    states: dict[tuple[Mesh, int], dict[str, StateCost]] = field(default_factory=dict)
 
     # (1)
 
@@ -78,10 +80,11 @@ class Bounds:
         pairs = list(zip(calls, block_s, strict=True))
         total_s = max(total_s, sum(n * seconds for n, seconds in pairs))
         pace_s = max(total_s / ranks, *(ceil(n / ranks) * seconds for n, seconds in pairs))
-        state = StateCost.total(list(self._states(candidate.mesh).values()))
+        state = StateCost.total(list(self._states(candidate).values()))
         cost = cost_model(self.cluster, candidate.mesh)
         send_s = min((self._send_s(candidate, cost, s) for s in range(ranks - 1)), default=0.0)
         more_s = again_s + (candidate.stages - 1) * SENDS * send_s
+        more_s += state.gather_s + state.scatter_s
         step_s = self._step_s(candidate, pace_s + more_s / ranks, total_s + more_s)
         if splits_backward(candidate.schedule):
             step_s += (candidate.stages - 1) * send_s
@@ -103,16 +106,17 @@ class Bounds:
             for kind, block in zip(kinds, blocks, strict=True)
         )
 
-    def state_bytes(self, mesh: Mesh) -> float:
+    def state_bytes(self, candidate: Candidate) -> float:
         """State of a device when it is divided evenly by stages and shards."""
-        return sum(item.held_bytes for item in self._states(mesh).values()) / mesh.pipeline
+        states = self._states(candidate).values()
+        return sum(item.held_bytes for item in states) / candidate.mesh.pipeline
 
     def need_bytes(self, candidate: Candidate) -> float:
         """State and activations of a device, divided evenly, with everything recomputed."""
         mesh = candidate.mesh
         held = self._flights(candidate, 0)
         least = sum(n * corners[-1][1] for n, corners in self._kept(candidate))
-        return self.state_bytes(mesh) + held * least / mesh.pipeline
+        return self.state_bytes(candidate) + held * least / mesh.pipeline
 
     def _kept(self, candidate: Candidate) -> list[tuple[int, list[tuple[float, float]]]]:
         """Per variant its calls, and (seconds recomputed, bytes kept) on one device of the mesh."""
@@ -144,7 +148,7 @@ class Bounds:
     def _room_bytes(self, candidate: Candidate) -> float:
         """What all ranks together can keep of one micro-batch: sum of room / in flight."""
         mesh = candidate.mesh
-        room = cost_model(self.cluster, mesh).capacity_bytes - self.state_bytes(mesh)
+        room = cost_model(self.cluster, mesh).capacity_bytes - self.state_bytes(candidate)
         return sum(room / self._flights(candidate, rank) for rank in range(mesh.pipeline))
 
     def _flights(self, candidate: Candidate, rank: int) -> float:
@@ -161,7 +165,7 @@ class Bounds:
     def close_s(self, candidate: Candidate, *, exact: bool) -> float:
         """As `quick_s`, closer, by integer cuts: (2), or (3) if `exact`."""
         even_s = 0.0
-        if exact:
+        if exact and candidate.mesh.tensor > 1:
             blocks = self._blocks(candidate, exact=True)
             least_s = [min(s for s, _ in block.curve.corners) for block in blocks]
             even_s = self._even_s(candidate, least_s, self._total_s(candidate))
@@ -192,11 +196,12 @@ class Bounds:
 
     def _problem(self, candidate: Candidate, *, exact: bool) -> StageProblem:
         mesh, cost = candidate.mesh, cost_model(self.cluster, candidate.mesh)
+        exact = exact and mesh.tensor > 1
         runs = []
-        for variant, count, state in self._runs(mesh):
-            added_s = 0.0
+        for variant, count, state in self._runs(candidate):
+            added_s = (state.gather_s + state.scatter_s) / count
             if candidate.micro_batches > 1:
-                added_s = cost.accumulate_s(state.summed_bytes) / count
+                added_s += cost.accumulate_s(state.summed_bytes) / count
             held = state.held_bytes / count
             points = self._points(candidate, variant, added_s, None if exact else held)
             once = state.sync_s / count, state.update_s / count
@@ -238,9 +243,9 @@ class Bounds:
             }  # fmt: skip
         return self.crossings[rows]
 
-    def _runs(self, mesh: Mesh) -> list[tuple[int, int, StateCost]]:
+    def _runs(self, candidate: Candidate) -> list[tuple[int, int, StateCost]]:
         """Identical calls in a row: variant, their number, the state that they use first."""
-        graph, states = self.work.graph, dict(self._states(mesh))
+        graph, states = self.work.graph, dict(self._states(candidate))
         variant_of, found = self.work.variant_of, []
         for variant, group in groupby(range(len(graph.calls)), key=lambda i: variant_of[i]):
             calls = list(group)
@@ -256,21 +261,35 @@ class Bounds:
         `held_bytes`: of state, where shardings are not told apart."""
         _, kept = self._kept(candidate)[variant]
         block = self._blocks(candidate, exact=held_bytes is None)[variant]
+        part = self._held_part(candidate)
         return tuple(
-            Point(base_s + added_s, again_s, size, held if held_bytes is None else held_bytes, 0.0)
+            Point(
+                base_s + added_s, again_s, size,
+                held * part if held_bytes is None else held_bytes, 0.0,
+            )
             for base_s, held in block.curve.corners for again_s, size in kept
         )  # fmt: skip
 
+    def _held_part(self, candidate: Candidate) -> float:
+        """The least part of a block's held bytes that ZeRO and the optimizer leave: of gradients,
+        or of the `HELD_TENSORS` that the curve counts for a parameter and AdamW's state."""
+        of_state, of_gradient, of_parameter = (
+            candidate.mesh.data if candidate.zero >= stage else 1 for stage in (1, 2, 3)
+        )
+        tensors = 1 / of_parameter + OPTIMIZER_TENSORS[self.work.optimizer] / of_state
+        return min(tensors / HELD_TENSORS, 1 / of_gradient)
+
     # what candidates share
 
-    def _states(self, mesh: Mesh) -> dict[str, StateCost]:
-        if mesh not in self.states:
-            cost = cost_model(self.cluster, mesh)
-            self.states[mesh] = {
-                item.name: least_state_cost(item, cost, self.work.optimizer, mesh.tensor)
+    def _states(self, candidate: Candidate) -> dict[str, StateCost]:
+        key = (candidate.mesh, candidate.zero)
+        if key not in self.states:
+            cost = cost_model(self.cluster, candidate.mesh)
+            self.states[key] = {
+                item.name: least_held_cost(item, cost, self.work.optimizer, candidate.zero)
                 for item in self.work.graph.state
             }
-        return self.states[mesh]
+        return self.states[key]
 
     def _blocks(self, candidate: Candidate, *, exact: bool) -> tuple[BlockBound, ...]:
         tensor = candidate.mesh.tensor

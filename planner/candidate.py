@@ -134,18 +134,19 @@ class _Evaluation(StagePrices):
         state = StateCost.total([item for name, item in self.state.items() if owners[name] == r])
         n = len(calls)
         added_s = self._accumulate_s(state) / n
-        points = tuple(
-            Point(
-                self._forward(variant, point).total_s,
-                sum(half.total_s for half in self._backward(variant, point)) + added_s,
+        points = []
+        for point in self.found.menus[variant]:
+            moves = self.moves.of(StageCall(calls[0], variant, point.label))
+            working = point.transient_bytes + early_bytes(self.found, variant) + moves.whole_bytes
+            backward_s = sum(half.total_s for half in self._backward(variant, point))
+            points.append(Point(
+                self._forward(variant, point).total_s + moves.forward_s,
+                backward_s + moves.backward_s + added_s,
                 point.saved_bytes + self._input_bytes(variant, calls, point),
-                state.held_bytes / n, point.transient_bytes + early_bytes(self.found, variant),
-                point.label, self._pending_bytes(variant, point),
-            )
-            for point in self.found.menus[variant]
-        )  # fmt: skip
+                state.held_bytes / n, working, point.label, self._pending_bytes(variant, point),
+            ))  # fmt: skip
         name = self.work.graph.calls[calls[0]].path or self.work.kinds[variant].block.name
-        return Run(name, n, points, state.sync_s / n, state.update_s / n)
+        return Run(name, n, tuple(points), state.sync_s / n, state.update_s / n)
 
     def _input_bytes(self, variant: int, calls: Sequence[int], point: MenuPoint) -> float:
         """Held inputs; one that many calls share is divided among the calls of a stage."""

@@ -79,8 +79,12 @@ def _head(plan: Plan) -> Iterator[str]:
     )
     yield (
         f"mesh  {plan.mesh}   micro-batch {rows} × {plan.micro_batches}   {_schedule(plan)}   "
-        f"zero 0   {plan.optimizer}"
+        f"zero {plan.zero}   {plan.optimizer}"
     )
+    if plan.zero:
+        parts = ("optimizer state", "gradients", "parameters")[: plan.zero]
+        words = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
+        yield f"ZeRO {plan.zero} over data={plan.mesh.data}: {words} divided"
     yield (
         f"time  compute {duration(p.compute_s)}   exposed communication "
         f"{duration(p.exposed_comm_s)}   bubble {duration(p.bubble_s)}   "

@@ -15,11 +15,12 @@ from typing import Any
 from ir.cluster import AXES, Mesh
 from ir.errors import UsageError
 from ir.lower import Degrees
-from ir.schedules import SCHEDULES, check_schedule, fits_rounds
+from ir.schedules import SCHEDULES, check_schedule, fits_rounds, splits_backward
 
 RECOMPUTE = ("none", "selective", "full")
 COUNTS = (*AXES, "micro_batches", "virtual_stages")
-KEYS = (*COUNTS, "schedule", "recompute")
+KEYS = (*COUNTS, "schedule", "recompute", "zero")
+ZERO_STAGES = (0, 1, 2, 3)
 VIRTUAL_STAGES = (2, 4, 8)
 """Stages per rank that the interleaved schedule is tried with: each halves the fill once more, and
 doubles what is sent."""
@@ -36,18 +37,20 @@ class Pins:
     schedule: str | None = None
     recompute: str | None = None
     virtual_stages: int | None = None
+    zero: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A mesh with a micro-batch count, a schedule and stages per rank; `rows` of the batch per
-    micro-batch."""
+    micro-batch. `zero`: what is divided over the data axis, 0 (nothing) to 3 (`ir.spmd.Spmd`)."""
 
     mesh: Mesh
     micro_batches: int
     schedule: str
     rows: int
     virtual_stages: int = 1
+    zero: int = 0
 
     @property
     def stages(self) -> int:
@@ -65,6 +68,7 @@ class Candidate:
 
     def __str__(self) -> str:
         more = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
+        more += f" zero={self.zero}" if self.zero else ""
         return f"{self.mesh} micro_batches={self.micro_batches} {self.schedule}{more}"
 
 
@@ -76,9 +80,9 @@ def read_pins(values: Mapping[str, Any] | None) -> Pins:
             raise UsageError(f"unknown pin {key!r}. Pins are {', '.join(KEYS)}.")
         if key in COUNTS and (type(value) is not int or value < 1):
             raise UsageError(f"pin {key}={value!r}: it must be a whole number of at least 1.")
-        words = {"schedule": SCHEDULES, "recompute": RECOMPUTE}.get(key)
-        if words and value not in words:
-            raise UsageError(f"pin {key}={value!r}: it is one of {', '.join(words)}.")
+        words = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "zero": ZERO_STAGES}.get(key)
+        if words and (value not in words or isinstance(value, bool)):
+            raise UsageError(f"pin {key}={value!r}: it is one of {', '.join(map(str, words))}.")
     return Pins(**values)
 
 
@@ -117,6 +121,17 @@ def check_pins(pins: Pins, n_devices: int, global_batch: int, *, has_batch: bool
     """Raises `UsageError` for pins that contradict the devices, the batch or each other."""
     _check_devices(pins, n_devices)
     _check_order(pins)
+    if pins.zero and _most_data(pins, n_devices, has_batch=has_batch) == 1:
+        raise UsageError(
+            f"pin zero={pins.zero}: ZeRO divides state over data ranks, and with data=1 there is "
+            "nothing to divide. Use zero=0, or pins that leave at least two data ranks."
+        )
+    if pins.zero in (2, 3) and pins.schedule and splits_backward(pins.schedule):
+        raise UsageError(
+            f"pin zero={pins.zero} with schedule={pins.schedule}: gradients are scattered when a "
+            "block's backward ends, and this schedule cuts it in halves. Use zero=1, or "
+            "schedule=1f1b."
+        )
     for key in ("data", "micro_batches"):
         value = getattr(pins, key)
         if value not in (None, 1) and not has_batch:
@@ -153,6 +168,13 @@ def _check_order(pins: Pins) -> None:
     ranks = pins.pipeline or 2
     micro_batches = (pins.micro_batches if pins.pipeline else None) or ranks
     check_schedule(schedule, ranks, micro_batches, virtual)
+
+
+def _most_data(pins: Pins, n_devices: int, *, has_batch: bool) -> int:
+    """The highest data degree that the pins and the model allow."""
+    if not has_batch:
+        return 1
+    return pins.data or n_devices // (pins.pipeline or 1) // (pins.tensor or 1)
 
 
 def _check_devices(pins: Pins, n_devices: int) -> None:
@@ -223,3 +245,10 @@ def schedules(pins: Pins, ranks: int, micro_batches: int, calls: int) -> Iterato
             fits = min(ranks, virtual) > 1 and ranks * virtual <= calls
             if fits and fits_rounds(ranks, micro_batches):
                 yield name, virtual
+
+
+def zero_stages(pins: Pins, candidate: Candidate) -> tuple[int, ...]:
+    """The ZeRO stages that a candidate may have: nothing to divide without data ranks, and no
+    scattering of whole gradients where backward is in halves."""
+    most = 0 if candidate.mesh.data == 1 else 1 if splits_backward(candidate.schedule) else 3
+    return tuple(z for z in ZERO_STAGES if z <= most and pins.zero in (None, z))

@@ -6,7 +6,7 @@ of any list of its nodes; of a stage's state its bytes and the seconds to sync a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ir.graph import Node, State, TensorType
@@ -184,7 +184,8 @@ class StateCost:
 
     `exchanged_bytes` and `gathered_bytes`: gradients and parameters that the data axis moves in
     buckets (`planner.exchange`); what it moves tensor by tensor is in `sync_s`. `summed_bytes`:
-    gradients that every micro-batch adds up.
+    gradients that every micro-batch adds up. `gather_s` and `scatter_s`: of one gather of a
+    parameter and one scatter of its gradient, where every micro-batch does them (`planner.zero`).
     """
 
     parameter_bytes: int = 0
@@ -195,6 +196,8 @@ class StateCost:
     exchanged_bytes: int = 0
     gathered_bytes: int = 0
     summed_bytes: int = 0
+    gather_s: float = 0.0
+    scatter_s: float = 0.0
 
     @property
     def held_bytes(self) -> int:
@@ -211,6 +214,8 @@ class StateCost:
             sum(item.exchanged_bytes for item in items),
             sum(item.gathered_bytes for item in items),
             sum(item.summed_bytes for item in items),
+            sum((item.gather_s for item in items), 0.0),
+            sum((item.scatter_s for item in items), 0.0),
         )  # fmt: skip
 
 
@@ -231,19 +236,6 @@ def least_state_cost(item: State, cost: CostModel, optimizer: str, tensor: int) 
         size_bytes, size_bytes, state_bytes, sync_s, cost.optimizer_s(size_bytes, state_bytes),
         summed_bytes=size_bytes,
     )  # fmt: skip
-
-
-def state_costs(spmd: Spmd, cost: CostModel, optimizer: str) -> dict[str, StateCost]:
-    """Of every state tensor; those of repeated blocks are alike, and priced once."""
-    found: dict[str, StateCost] = {}
-    alike: dict[Hashable, StateCost] = {}
-    for item in spmd.graph.state:
-        name = item.name
-        key = (item.type, item.trainable, spmd.state[name], spmd.gradient_place(name))
-        if key not in alike:
-            alike[key] = state_cost(spmd, name, cost, optimizer)
-        found[name] = alike[key]
-    return found
 
 
 def state_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateCost:

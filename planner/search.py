@@ -3,7 +3,8 @@
 Input: a traced graph, a cluster, the global batch, pins. Output: the `Plan` with the smallest
 predicted step that fits. A candidate's lower bound divides the work of one device evenly and adds
 the pipeline's fill and the exchange of gradients; candidates are evaluated in the order of an
-estimate until none can be better, and the plan carries the least bound of all.
+estimate until none can be better, and the plan carries the least bound of all. A candidate is
+tried at one ZeRO stage, and at the next one only while memory makes it recompute or not fit.
 """
 
 from __future__ import annotations
@@ -31,7 +32,16 @@ from planner.candidate import Evaluated, Workload, evaluate
 from planner.cost import CostModel
 from planner.describe import describe
 from planner.pieces import Pieces, best_menu, pieces, whole
-from planner.pins import Candidate, Pins, candidates, check_pins, divisors, meshes, read_pins
+from planner.pins import (
+    Candidate,
+    Pins,
+    candidates,
+    check_pins,
+    divisors,
+    meshes,
+    read_pins,
+    zero_stages,
+)
 from planner.price import OPTIMIZER_TENSORS
 from planner.sharding import ShardingResult, shard
 from planner.solver import SolverFailed
@@ -59,7 +69,7 @@ def plan(
 
     `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("gpipe", "1f1b",
     "interleaved", "zero-bubble"), virtual_stages (of a rank, where interleaved), recompute
-    ("none", "selective", "full"). Raises `UsageError` for a request that makes no
+    ("none", "selective", "full"), zero (0 to 3). Raises `UsageError` for a request that makes no
     sense, `Refused` when no plan fits or the numbers would change.
     """
     if optimizer not in OPTIMIZER_TENSORS:
@@ -83,7 +93,7 @@ def plan(
     made = Plan(
         name or graph.model, signature(graph), cluster, best.candidate.mesh,
         best.candidate.schedule, best.candidate.micro_batches, global_batch, optimizer, blocks,
-        best.stages, best.prediction, notes,
+        best.stages, best.prediction, notes, zero=best.candidate.zero,
     )  # fmt: skip
     return replace(made, text=describe(made, best))
 
@@ -102,7 +112,8 @@ def _check_batch(graph: Graph, global_batch: int) -> None:
 
 @dataclass
 class _Best:
-    """The best plan so far, by step, then by fewer stages, more data ranks, a simpler schedule."""
+    """The best plan so far, by step, then by fewer stages, more data ranks, a simpler schedule,
+    less divided."""
 
     found: Evaluated | None = None
 
@@ -119,9 +130,15 @@ class _Best:
 def _order(item: Evaluated) -> tuple[Any, ...]:
     candidate = item.candidate
     step = float(f"{item.prediction.step_s:.9g}")
+    return (step, *_simplicity(candidate))
+
+
+def _simplicity(candidate: Candidate) -> tuple[int, ...]:
+    """Of equally good candidates the least comes first."""
+    mesh = candidate.mesh
     return (
-        step, candidate.mesh.pipeline, -candidate.mesh.data, candidate.micro_batches,
-        candidate.virtual_stages, SCHEDULES.index(candidate.schedule),
+        mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.virtual_stages,
+        SCHEDULES.index(candidate.schedule), candidate.zero,
     )  # fmt: skip
 
 
@@ -139,6 +156,7 @@ class _Search:
         self.pieces: dict[tuple[Any, ...], Pieces] = {}
         self.bounds = Bounds(work, cluster, self._alone)
         self.evaluations = 0
+        self.too_large: list[Candidate] = []
 
     def run(self) -> Evaluated:
         """Best first: of all candidates the one of the least bound is bounded more closely, and
@@ -149,15 +167,19 @@ class _Search:
         heapq.heapify(open_)
         while open_ and open_[0][0] < (1 - GAP) * best.step_s:
             bound_s, _, level, candidate = heapq.heappop(open_)
-            if level < LEVELS:
+            if level < (LEVELS if candidate.mesh.tensor > 1 else LEVELS - 1):
                 closer_s = max(bound_s, self.bounds.close_s(candidate, exact=level == 2))
                 heapq.heappush(open_, self._open(candidate, closer_s, level + 1))
                 continue
-            closed_s = min(closed_s, bound_s)
-            if self.evaluations < MOST_EVALUATIONS:
-                self._try(candidate, best)
-            elif open_ and closed_s <= open_[0][0]:
-                break
+            if self._is_too_large(candidate):
+                continue
+            if self.evaluations < MOST_EVALUATIONS or best.found is None:
+                fits = self._try(candidate, best)
+                closed_s = min(closed_s, bound_s) if fits else closed_s
+            else:
+                closed_s = min(closed_s, bound_s)
+                if open_ and closed_s <= open_[0][0]:
+                    break
         if best.found is None:
             raise self._nothing_fits(everything) if everything else self._nothing_to_do()
         return self._bounded(best.found, min([closed_s, *(item[0] for item in open_[:1])]))
@@ -167,7 +189,7 @@ class _Search:
         fit on a mesh, more rows do not either."""
 
         def alike(c: Candidate) -> tuple[Any, ...]:
-            return (astuple(c.mesh), c.virtual_stages, c.schedule)
+            return (astuple(c.mesh), c.virtual_stages, c.schedule, c.zero)
 
         ordered = sorted(options, key=lambda c: (alike(c), c.rows))
         for _, group in groupby(ordered, key=alike):
@@ -179,12 +201,7 @@ class _Search:
 
     def _open(self, candidate: Candidate, bound_s: float, level: int) -> _Open:
         """An entry of the queue; of equal bounds fewer stages and more data ranks come first."""
-        mesh = candidate.mesh
-        order = (
-            mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.virtual_stages,
-            SCHEDULES.index(candidate.schedule),
-        )  # fmt: skip
-        return bound_s, order, level, candidate
+        return bound_s, _simplicity(candidate), level, candidate
 
     def _alone(self, rows: int) -> Pieces:
         """The pieces of one device."""
@@ -192,7 +209,7 @@ class _Search:
 
     def _nothing_fits(self, options: list[Candidate]) -> Refused:
         """What the candidate of least memory lacks, and how many devices its state asks for."""
-        least = min(options, key=lambda c: (self.bounds.need_bytes(c), c.mesh.pipeline))
+        least = min(options, key=lambda c: (self.bounds.need_bytes(c), c.mesh.pipeline, c.zero))
         cost = cost_model(self.cluster, least.mesh)
         price = BYTE_PRICES[-1] if least.mesh.tensor > 1 else 0.0
         reason = "no plan fits"
@@ -200,10 +217,11 @@ class _Search:
             evaluate(self.work, least, self._pieces(least, price), cost)
         except Refused as error:
             reason = str(error)
-        state_bytes = self.bounds.state_bytes(Mesh())
+        state_bytes = self.bounds.state_bytes(Candidate(Mesh(), 1, "1f1b", 1))
         devices = ceil(state_bytes / cost.capacity_bytes)
         needs = f" The state alone ({state_bytes / GIB:.1f} GiB) needs at least {devices} devices."
-        asked = f" The least was tried: {least.mesh}, {least.rows} rows per micro-batch."
+        zero = f", ZeRO {least.zero}" if least.zero else ""
+        asked = f" The least was tried: {least.mesh}, {least.rows} rows per micro-batch{zero}."
         return Refused(reason + asked + (needs if devices > self.cluster.n_devices else ""))
 
     def _bounded(self, found: Evaluated, bound_s: float) -> Evaluated:
@@ -228,9 +246,13 @@ class _Search:
                 continue
             if mesh.data > 1 and not self.has_batch:
                 continue
-            yield from candidates(
+            if self.pins.zero and mesh.data == 1:
+                continue
+            for candidate in candidates(
                 self.pins, mesh, self.work.global_batch, calls, whole_batch=whole_batch
-            )
+            ):  # fmt: skip
+                for zero in zero_stages(self.pins, candidate):
+                    yield replace(candidate, zero=zero)
 
     def _nothing_to_do(self) -> Refused:
         devices, calls = self.cluster.n_devices, len(self.work.graph.calls)
@@ -250,13 +272,23 @@ class _Search:
             f"{fitting[-1]} devices, or another global batch."
         )
 
-    def _try(self, candidate: Candidate, best: _Best) -> None:
-        """Evaluates a candidate under rising prices of memory."""
+    def _is_too_large(self, candidate: Candidate) -> bool:
+        """Whether the same with fewer rows, or more divided, did not fit."""
+        return any(
+            (other.mesh, other.schedule, other.virtual_stages)
+            == (candidate.mesh, candidate.schedule, candidate.virtual_stages)
+            and candidate.rows >= other.rows and candidate.zero <= other.zero
+            for other in self.too_large
+        )  # fmt: skip
+
+    def _try(self, candidate: Candidate, best: _Best) -> bool:
+        """Evaluates a candidate under rising prices of memory; whether it may fit."""
         self.evaluations += 1
+        fits = False
         cost = cost_model(self.cluster, candidate.mesh)
         for price in BYTE_PRICES if candidate.mesh.tensor > 1 else BYTE_PRICES[:1]:
             if best.found and not self._is_solved(candidate, price):
-                return
+                return True
             try:
                 found = evaluate(self.work, candidate, self._pieces(candidate, price), cost)
             except SolverFailed:
@@ -264,8 +296,12 @@ class _Search:
             except Refused:
                 continue
             best.offer(found)
+            fits = True
             if _recomputed_share(found) < SLACK:
-                return
+                return True
+        if not fits:
+            self.too_large.append(candidate)
+        return fits
 
     def _is_solved(self, candidate: Candidate, price: float) -> bool:
         """Whether the sharding is known, or may still be searched for."""

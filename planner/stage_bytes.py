@@ -16,6 +16,7 @@ from planner.pieces import Pieces
 from planner.price import StateCost
 from planner.recompute import MenuPoint
 from planner.schedule import StageTime
+from planner.zero import ZeroMoves
 
 
 def point_of(found: Pieces, placed: StageCall) -> MenuPoint:
@@ -31,7 +32,7 @@ def early_bytes(found: Pieces, variant: int) -> int:
 
 def stage_cost(
     program: Spmd, stage: int, found: Pieces, state: StateCost, gathered_bytes: int,
-    sent_bytes: int, flights: float, times: StageTime,
+    sent_bytes: int, flights: float, times: StageTime, moves: ZeroMoves,
 ) -> StageCost:  # fmt: skip
     """`state`: of the whole stage; `flights`: micro-batches that are kept at the peak, each with
     `sent_bytes` of outputs."""
@@ -40,7 +41,8 @@ def stage_cost(
     for placed in program.stages[stage]:
         point, storage = point_of(found, placed), found.storages[placed.variant]
         inner += point.inner_bytes
-        transient = max(transient, point.transient_bytes + early_bytes(found, placed.variant))
+        working = point.transient_bytes + moves.of(placed).whole_bytes
+        transient = max(transient, working + early_bytes(found, placed.variant))
         call, block = program.call(placed), program.block(placed)
         values = dict(zip(block.inputs, call.arguments, strict=True))
         values |= dict(zip(found.lowered[placed.variant].outputs, call.results, strict=True))

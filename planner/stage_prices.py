@@ -19,13 +19,14 @@ from planner.halves import Menu, all_halves, pending_bytes, with_working_memory
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.pipeline import Pipeline, Ports, StageSeconds, Tail, Transfer
-from planner.price import Seconds, StateCost, state_costs
+from planner.price import Seconds, StateCost
 from planner.ranks import by_rank, most_held_bytes, rank_cost
 from planner.recompute import MenuPoint
 from planner.schedule import StageTime, bubble_s, held_batches, moments, pipeline_step_s
 from planner.sends import crossing_s
 from planner.stage_bytes import gathered_bytes, point_of, sent_bytes, stage_cost
 from planner.workload import Workload
+from planner.zero import ZeroMoves, held_costs, tied_s
 
 
 class StagePrices:
@@ -42,11 +43,13 @@ class StagePrices:
         self.program = Spmd(
             work.graph, candidate.degrees, work.flow, work.kinds, found.lowered,
             found.state, keeps, ((),) * last + (tuple(StageCall(i, v, "") for i, v in order),),
+            candidate.zero,
         )  # fmt: skip
         self.runs = [
             (variant, [i for i, _ in group]) for variant, group in groupby(order, lambda p: p[1])
         ]
-        self.state = state_costs(self.program, cost, work.optimizer)
+        self.state = held_costs(self.program, cost, work.optimizer)
+        self.moves = ZeroMoves(self.program, self.state)
         self.stage_states: dict[tuple[int, tuple[StageCall, ...]], StateCost] = {}
         self.halves: Menu = {}
         if splits_backward(candidate.schedule):
@@ -175,12 +178,12 @@ class StagePrices:
             parts = [Seconds(), Seconds(), Seconds()]
             for placed in calls:
                 point = point_of(self.found, placed)
-                backward = self._backward(placed.variant, point)
-                parts = [
-                    a + b for a, b in zip(
-                        parts, (self._forward(placed.variant, point), *backward), strict=True
-                    )
-                ]  # fmt: skip
+                backward, moves = self._backward(placed.variant, point), self.moves.of(placed)
+                more = (
+                    self._forward(placed.variant, point) + Seconds(0.0, moves.forward_s),
+                    backward[0] + Seconds(0.0, moves.backward_s), backward[1],
+                )  # fmt: skip
+                parts = [a + b for a, b in zip(parts, more, strict=True)]
             last = 2 if self.halves else 1
             parts[last] += Seconds(self._accumulate_s(self._state_of_stage(program, s)))
             found.append((parts[0], parts[1], parts[2]))
@@ -229,7 +232,8 @@ class StagePrices:
             if self.cost.traits.overlap_gradients:
                 lead_s = sum(backward_s[:rank]) / self._virtual
             moved_s = sum(moves[s].step_s for s in self.candidate.stages_of(rank))
-            sync_s = state.sync_s + moved_s + self._tied_s(program, rank)
+            names = self._rank_state(program, rank)
+            sync_s = state.sync_s + moved_s + tied_s(program, names, self.state, self.cost)
             tails.append((max(0.0, sync_s - lead_s), state.update_s))
         return tails
 
@@ -264,16 +268,6 @@ class StagePrices:
     def _state_of_rank(self, program: Spmd, rank: int) -> StateCost:
         return StateCost.total([self.state[name] for name in self._rank_state(program, rank)])
 
-    def _tied_s(self, program: Spmd, rank: int) -> float:
-        """Gradients of parameters that several ranks hold are summed over these."""
-        seconds, ranks = 0.0, self.candidate.mesh.pipeline
-        for name in self._rank_state(program, rank):
-            item = self.state[name]
-            holders = {stage % ranks for stage in program.stages_of_state(name)}
-            if item.gradient_bytes and len(holders) > 1:
-                seconds += 2 * self.cost.send_s(item.gradient_bytes)
-        return seconds
-
     def _rank_cost(self, program: Spmd, rank: int, times: StageTime) -> StageCost:
         """All stages of a rank together."""
         candidate, stages = self.candidate, self.candidate.stages_of(rank)
@@ -281,7 +275,7 @@ class StagePrices:
             stage_cost(
                 program, s, self.found, self._state_of_stage(program, s),
                 gathered_bytes(program, s, self.state, self.cost),
-                sent_bytes(program, s, self.cost), 1.0, times,
+                sent_bytes(program, s, self.cost), 1.0, times, self.moves,
             ) for s in stages
         ]  # fmt: skip
         saved = [cost.saved_bytes for cost in costs]

@@ -25,7 +25,10 @@ def all_gather(x: torch.Tensor, axis: Axis, dim: int, outer: int = 1) -> torch.T
     """The whole tensor from its pieces: `dim` grows by the axis size."""
     if axis.size == 1:
         return x
-    return join(_group(axis).all_gather(x), dim, outer)
+    pieces = _group(axis).all_gather(x)
+    if outer == 1 and dim % x.dim() == 0:
+        return pieces.flatten(0, 1)
+    return join(pieces.unbind(), dim, outer)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, outer: int = 1) -> torch.Tensor:

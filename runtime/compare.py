@@ -2,15 +2,15 @@
 
 Input: an imported program with its layout, a model with its batch, and the number of steps.
 Output: a `Comparison`: relative differences of the losses, the gradients of the first step and
-the tensors after the last, and whether all replicas are bit-equal. `widened` makes the float64
-copy of a model on which the comparison is meaningful to 1e-9.
+the tensors after the last (the optimizer's too), and whether all replicas are bit-equal.
+`widened` makes the float64 copy of a model on which the comparison is meaningful to 1e-9.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -84,12 +84,14 @@ def widened_batch(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Run:
-    """What a few training steps gave: losses, first gradients, tensors at the end."""
+    """What a few training steps gave: losses, first gradients, tensors and optimizer state at the
+    end, by name."""
 
     losses: tuple[float, ...]
     gradients: dict[str, Tensor]
     tensors: dict[str, Tensor]
     unequal_replicas: tuple[str, ...] = ()
+    optimizer_state: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,12 @@ class Training:
     lr: float = 1e-2
     clip_norm: float | None = 1.0
     optimizer: str = "adamw"
+    momentum: float = 0.0  # of SGD
+
+    @property
+    def options(self) -> dict[str, float]:
+        """The optimizer's options, by torch's names."""
+        return {"lr": self.lr, **({"momentum": self.momentum} if self.momentum else {})}
 
 
 def run_plain(
@@ -154,7 +162,7 @@ def _train_plain(
     own = copy.deepcopy(model)
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     trained = [p for p in own.parameters() if p.requires_grad]
-    optimizer = kinds[training.optimizer](trained, lr=training.lr) if trained else None
+    optimizer = kinds[training.optimizer](trained, **training.options) if trained else None
     losses, gradients = [], {}
     for step in range(training.steps):
         loss = _forward(own, args, kwargs, loss_of, promote)
@@ -167,7 +175,7 @@ def _train_plain(
             torch.nn.utils.clip_grad_norm_(trained, training.clip_norm)
         if optimizer is not None:
             optimizer.step()
-    return Run(tuple(losses), gradients, _tensors(own))
+    return Run(tuple(losses), gradients, _tensors(own), (), _optimizer_state(own, optimizer))
 
 
 def _forward(model: nn.Module, args: Any, kwargs: Any, loss_of: Any, promote: bool) -> Tensor:
@@ -188,6 +196,20 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named}
 
 
+def _optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Tensor]:
+    """The optimizer's tensors of a parameter's size, as "exp_avg of NAME"."""
+    if optimizer is None:
+        return {}
+    return {
+        f"{slot} of {name}": value.clone()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for slot, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor) and slot != "step"
+    }
+
+
 def run_program(
     program: ModuleType, layout: Mapping[str, Any], model: nn.Module, args: tuple[Any, ...],
     kwargs: Mapping[str, Any], training: Training,
@@ -203,12 +225,12 @@ def run_program(
             if step == 0:
                 gradients = {name: g.clone() for name, g in trainer.gradients().items()}
         unequal = tuple(trainer.replica_differences())
-        return Run(tuple(losses), gradients, trainer.gather(), unequal)
+        return Run(tuple(losses), gradients, trainer.gather(), unequal, trainer.optimizer_state())
 
     try:
         runs = run_threads(
             layout, program, model, ranks, train, optimizer=training.optimizer,
-            optimizer_options={"lr": training.lr}, clip_norm=training.clip_norm,
+            optimizer_options=training.options, clip_norm=training.clip_norm,
             keep_gradients=True,
         )  # fmt: skip
     except RuntimeFailure:
@@ -239,7 +261,10 @@ def compare(
     pairs = zip(found.losses, wanted.losses, strict=True)
     loss = max((abs(a - b) / max(abs(b), 1e-300) for a, b in pairs), default=0.0)
     grad, worst_grad = _worst(found.gradients, wanted.gradients)
-    param, worst_param = _worst(found.tensors, wanted.tensors, update)
+    param, worst_param = max(
+        _worst(found.tensors, wanted.tensors, update),
+        _worst(found.optimizer_state, wanted.optimizer_state),
+    )
     name = worst_grad if grad >= param else worst_param
     loss = loss if all(map(_finite, found.losses)) else float("inf")
     return Comparison(loss, grad, param, name, found.unequal_replicas, tolerance)

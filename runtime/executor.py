@@ -64,7 +64,7 @@ class Executor:
         self._groups = groups
         here = mesh.pipeline.index
         self._stages = {
-            number: StageRun(number, layout, stages[number], state, transport.device)
+            number: StageRun(number, layout, stages[number], state, mesh, transport.device)
             for number, home in enumerate(layout.homes)
             if home == here
         }

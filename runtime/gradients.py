@@ -1,7 +1,8 @@
 """From accumulated gradients to what the optimizer sees: synchronise, measure, clip.
 
 Synchronising runs each entry's table of collectives, then sums tied parameters over the
-pipeline ranks that hold them.
+pipeline ranks that hold them. Where ZeRO divides a parameter, the sum over the data ranks leaves
+each rank its flat piece.
 Every logical parameter counts once in the norm: pieces are summed over the axes that cut them,
 replicas and tied copies are left out. The norm is the same number, bit for bit, on every rank.
 """
@@ -14,6 +15,7 @@ from runtime.collectives import all_gather, all_reduce, reduce_scatter, shard
 from runtime.errors import UsageError
 from runtime.layout import StateEntry, Sync
 from runtime.mesh import Mesh
+from runtime.pieces import scatter_piece, take_piece
 from runtime.state import SharingGroups, State
 
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -42,31 +44,65 @@ def synchronised_gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Per state entry the gradient in the parameter's layout, or None where it has none here.
 
-    Where the shape allows, the result is written over the accumulator, so that at most one
-    gradient exists twice.
+    Where it has room, the result is written over the accumulator, so that at most one gradient
+    exists twice.
     """
     gradients: list[torch.Tensor | None] = []
-    for entry, accumulator, tensor in zip(
-        state.entries, state.accumulators, state.tensors, strict=True
+    for entry, accumulator, updated in zip(
+        state.entries, state.accumulators, state.updated, strict=True
     ):
-        if accumulator is None or tensor is None:
+        if accumulator is None or updated is None:
             gradients.append(None)
             continue
-        gradient = synchronise(accumulator, entry.sync, mesh)
+        gradient = _over_mesh(entry, accumulator, mesh)
         if len(entry.ranks) > 1:
             gradient = groups[entry.ranks].all_reduce(gradient, "sum")
-        _check_shape(entry, gradient, tensor)
-        same = gradient.shape == accumulator.shape
-        gradients.append(accumulator.copy_(gradient) if same else gradient)
+        _check_shape(entry, gradient, updated)
+        fits = gradient.numel() <= accumulator.numel()
+        gradients.append(_written_over(accumulator, gradient) if fits else gradient)
     return tuple(gradients)
 
 
-def _check_shape(entry: StateEntry, gradient: torch.Tensor, tensor: torch.Tensor) -> None:
-    if gradient.shape != tensor.shape:
+def _over_mesh(entry: StateEntry, accumulator: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """An accumulated gradient summed over data and tensor ranks, cut as its parameter is."""
+    if entry.zero == 0:
+        return synchronise(accumulator, entry.sync, mesh)
+    piece = accumulator if entry.zero >= 2 else scattered(accumulator, entry.sync, mesh)
+    return synchronise(piece, _divided_sync(entry.sync)[1], mesh)
+
+
+def scattered(gradient: torch.Tensor, sync: Sequence[Sync], mesh: Mesh) -> torch.Tensor:
+    """This data rank's piece of a gradient, summed over the data ranks where it is a partial sum.
+
+    Sums over other axes that `sync` ends with are still to be done, on the piece.
+    """
+    local = synchronise(gradient, _divided_sync(sync)[0], mesh)
+    is_partial = any(step.axis == "data" for step in sync)
+    return scatter_piece(local, mesh.data) if is_partial else take_piece(local, mesh.data)
+
+
+def _divided_sync(sync: Sequence[Sync]) -> tuple[tuple[Sync, ...], tuple[Sync, ...]]:
+    """The steps before a gradient is cut in pieces, and after; the data axis is the cut itself.
+
+    Pieces know no dims, so what cuts or joins dims comes first; sums may wait for the pieces.
+    """
+    steps = [step for step in sync if step.axis != "data"]
+    shaped = [number for number, step in enumerate(steps) if step.op != "all_reduce"]
+    end = shaped[-1] + 1 if shaped else 0
+    return tuple(steps[:end]), tuple(steps[end:])
+
+
+def _written_over(room: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient in the memory of its accumulator."""
+    return room.view(-1)[: gradient.numel()].view(gradient.shape).copy_(gradient)
+
+
+def _check_shape(entry: StateEntry, gradient: torch.Tensor, updated: torch.Tensor) -> None:
+    if gradient.shape != updated.shape:
         raise UsageError(
             f'the gradient of "{entry.names[0]}" has shape {tuple(gradient.shape)} after its '
-            f"synchronisation and the parameter {tuple(tensor.shape)}. The layout is inconsistent; "
-            "emit the program again."
+            f"synchronisation and the parameter {tuple(updated.shape)}. The layout is "
+            "inconsistent; emit the program again."
         )
 
 
@@ -78,7 +114,8 @@ def global_norm(
     for entry, gradient in zip(state.entries, gradients, strict=True):
         if gradient is None or mesh.pipeline.index != entry.ranks[0]:
             continue
-        axes = tuple(sorted({cutting.axis for cutting in entry.shards}))
+        cut = {cutting.axis for cutting in entry.shards} | ({"data"} if entry.zero else set())
+        axes = tuple(sorted(cut))
         before = squares.get(axes, torch.zeros((), dtype=torch.float64, device=device))
         squares[axes] = before + _sum_of_squares(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -88,7 +125,7 @@ def global_norm(
             share = all_reduce(share, mesh.axis(name))
         total = total + share
     if mesh.pipeline.group is not None:
-        total = torch.stack(mesh.pipeline.group.all_gather(total)).sum()
+        total = mesh.pipeline.group.all_gather(total).sum()
     return total.sqrt()
 
 

@@ -59,6 +59,7 @@ class StateEntry:
     """One parameter, buffer or constant; tied names are one entry.
 
     `ranks`: the pipeline ranks of the `stages` that hold it; stages of one rank share one tensor.
+    `zero`: what the data axis divides in flat pieces (`runtime.zero`).
     """
 
     names: tuple[str, ...]
@@ -72,6 +73,7 @@ class StateEntry:
     gradient_shards: tuple[Shard, ...]
     sync: tuple[Sync, ...]
     update: Scalar | None
+    zero: int = 0  # 1: the optimizer's state, 2: the gradient too, 3: the parameter too
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +148,8 @@ def parse_layout(table: Any) -> Layout:
         raise LayoutError(f'this is no layout.json: it has no "format": "{FORMAT}".')
     if table["format"] != FORMAT:
         raise LayoutError(
-            f'the layout has format "{table["format"]}" and this runtime reads "{FORMAT}". '
-            "Emit the program again with the version that is installed."
+            f'the layout has format "{table["format"]}" and this runtime reads '
+            f'"{FORMAT}". Emit the program again with the version that is installed.'
         )
     root = _Table(table, "layout.json")
     mesh, micro_batches = root.table("mesh"), root.count("micro_batches")
@@ -223,7 +225,7 @@ def weight_indices(tree: Any) -> list[int]:
 def _state_entry(t: "_Table", ranks: Sequence[int]) -> StateEntry:
     names, stages = tuple(t.sequence("names", str)), tuple(t.sequence("stages", int))
     update = t.table("update") if t.get("update") is not None else None
-    return StateEntry(
+    entry = StateEntry(
         names=names,
         kind=t.one_of("kind", ("parameter", "buffer", "constant")),
         shape=tuple(t.sequence("shape", int)),
@@ -235,7 +237,23 @@ def _state_entry(t: "_Table", ranks: Sequence[int]) -> StateEntry:
         gradient_shards=t.items("gradient_shards", _shard),
         sync=t.items("sync", _sync),
         update=_scalar(update, names[0], ranks) if update else None,
+        zero=0 if t.get("zero") is None else t.value("zero", int),
     )
+    _check_zero(entry, t.place)
+    return entry
+
+
+def _check_zero(entry: StateEntry, place: str) -> None:
+    """Only parameters are divided, and not along the data axis in another way as well."""
+    cut = {cutting.axis for cutting in (*entry.shards, *entry.gradient_shards)}
+    moved = {step.axis for step in entry.sync if step.op != "all_reduce"}
+    if entry.zero not in (0, 1, 2, 3):
+        raise LayoutError(f'{place}: "zero" is {entry.zero}, not 0, 1, 2 or 3.')
+    if entry.zero and (entry.kind != "parameter" or "data" in cut | moved):
+        raise LayoutError(
+            f'{place}: "zero" is {entry.zero} for a {entry.kind} that is not a parameter whole on '
+            "every data rank. Emit the program again."
+        )
 
 
 def _shard(t: "_Table") -> Shard:

@@ -1,7 +1,8 @@
 """Optimizers over this rank's local tensors: torch.optim's own, chosen by name.
 
 SGD and AdamW work element by element, so a shard is updated exactly as that part of the whole
-parameter would be. Options are torch's, with torch's defaults; an unknown one is a UsageError.
+parameter would be, and so is a flat piece of one, where ZeRO divides. Options are torch's, with
+torch's defaults; an unknown one is a UsageError.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +29,8 @@ class LocalOptimizer:
         if unknown := sorted(set(options) - set(allowed)):
             raise UsageError(f"{name} has no option {unknown}; it has {list(allowed)}.")
         self._state = state
-        self._parameters = [
-            tensor if accumulator is not None else None
-            for tensor, accumulator in zip(state.tensors, state.accumulators, strict=True)
-        ]
+        self._name, self._has_momentum = name, bool(options.get("momentum"))
+        self._parameters = state.updated
         present = [parameter for parameter in self._parameters if parameter is not None]
         try:
             self._optimizer = kind([{"params": present}], **options) if present else None
@@ -54,8 +53,16 @@ class LocalOptimizer:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
 
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the tensors of a parameter's size that it holds from the first step on."""
+        if self._name == "adamw":
+            return ("exp_avg", "exp_avg_sq")
+        return ("momentum_buffer",) if self._has_momentum else ()
+
     def local_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Per parameter (its first name) the optimizer's tensors, in the parameter's layout."""
+        """Per parameter (its first name) the optimizer's tensors, in the layout of what it updates:
+        the parameter's, or a flat piece."""
         if self._optimizer is None:
             return {}
         slots: dict[str, dict[str, torch.Tensor]] = {}

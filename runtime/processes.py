@@ -100,14 +100,17 @@ class ProcessGroup:
         dist.all_reduce(result, OPS[op], group=self._group)
         return result
 
-    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         mine = as_bytes(x)
         everyone = mine.new_empty(self.size * mine.numel())
         ALL_GATHER(everyone, mine, group=self._group)
-        return [from_bytes(row, x) for row in everyone.view(self.size, mine.numel())]
+        return everyone.view(x.dtype).reshape(self.size, *x.shape)
 
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        stacked = torch.stack(list(pieces))
+    def reduce_scatter(self, pieces: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+        if isinstance(pieces, torch.Tensor):
+            stacked = pieces.contiguous()
+        else:
+            stacked = torch.stack(list(pieces))
         if stacked.dtype == torch.bool:  # a sum of booleans is "or"
             return self.reduce_scatter(list(stacked.to(torch.int32))).to(torch.bool)
         if stacked.is_complex():

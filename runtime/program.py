@@ -91,7 +91,7 @@ class Context:
         return self.mesh.data.index * self.micro_batches + self.micro
 
 
-def build_namespace(tree: Any, leaves: Sequence[torch.Tensor | None]) -> Any:
+def build_namespace(tree: Any, leaves: Sequence[Any]) -> Any:
     """The namespace of a layout's "weights": dicts become attributes, numbers become `leaves`."""
     match tree:
         case dict():

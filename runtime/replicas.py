@@ -28,7 +28,7 @@ def differing_entries(
 
 
 def _replica_groups(entry: StateEntry, mesh: Mesh, groups: SharingGroups) -> list[Group]:
-    cut_axes = {cutting.axis for cutting in entry.shards}
+    cut_axes = {cutting.axis for cutting in entry.shards} | ({"data"} if entry.zero == 3 else set())
     axes = [axis for axis in (mesh.data, mesh.tensor) if axis.name not in cut_axes]
     found = [axis.group for axis in axes if axis.group is not None]
     return [*found, groups[entry.ranks]] if len(entry.ranks) > 1 else found

@@ -13,9 +13,11 @@ import torch
 
 from runtime.errors import UsageError
 from runtime.layout import Layout, Transfer
+from runtime.mesh import Mesh
 from runtime.program import Context, Stage, build_namespace
 from runtime.schedule import BackwardInput, Forward, Message
 from runtime.state import State
+from runtime.zero import gradient_leaves, weight_leaves
 
 Values = dict[tuple[int, str], torch.Tensor]  # by (micro-batch, value)
 
@@ -24,8 +26,9 @@ class StageRun:
     """A stage on this rank."""
 
     def __init__(
-        self, number: int, layout: Layout, functions: Stage, state: State, device: torch.device
-    ) -> None:
+        self, number: int, layout: Layout, functions: Stage, state: State, mesh: Mesh,
+        device: torch.device,
+    ) -> None:  # fmt: skip
         self.number = number
         self._layout = layout
         self._functions = functions
@@ -33,8 +36,9 @@ class StageRun:
         self._here = layout.stages[number]
         self._last_peer = {transfer.value: transfer.peer for transfer in self._here.sends}
         self._batch_dims = {x.name: x.batch_dim for x in layout.inputs}
-        self._weights = build_namespace(dict(self._here.weights), state.tensors)
-        self._accumulators = build_namespace(dict(self._here.weights), state.accumulators)
+        tree = dict(self._here.weights)
+        self._weights = build_namespace(tree, weight_leaves(state, mesh))
+        self._accumulators = build_namespace(tree, gradient_leaves(state, mesh))
         self._check_functions()
 
     @property

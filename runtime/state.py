@@ -2,7 +2,8 @@
 
 Input: the layout's state table and a model whose tensors are all there. Output: `State`, which
 holds this rank's local tensor and gradient accumulator per entry (None where none of the rank's
-stages has it). `full_tensor` is the way back: every rank gets the whole tensor.
+stages has it), or flat pieces of them where ZeRO divides. `full_tensor` is the way back: every rank
+gets the whole tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from runtime.collectives import all_gather, shard
 from runtime.errors import UsageError
 from runtime.layout import Layout, Shard, StateEntry
 from runtime.mesh import Mesh
+from runtime.pieces import gather_piece, padded, piece_size, take_piece
 from runtime.transport import Group, Transport
 
 SharingGroups = Mapping[tuple[int, ...], Group]
@@ -22,11 +24,29 @@ SharingGroups = Mapping[tuple[int, ...], Group]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """This rank's local tensors, by the number of the entry in the layout's state table."""
+    """This rank's local tensors, by the number of the entry in the layout's state table.
+
+    `tensors` are pieces where ZeRO divides parameters, `accumulators` where it divides gradients.
+    """
 
     entries: tuple[StateEntry, ...]
     tensors: tuple[torch.Tensor | None, ...]
     accumulators: tuple[torch.Tensor | None, ...]  # gradients as backward adds them up
+    pieces: tuple[torch.Tensor | None, ...] = ()  # what this rank updates of a divided parameter
+
+    def __post_init__(self) -> None:
+        if not self.pieces:
+            object.__setattr__(self, "pieces", (None,) * len(self.entries))
+
+    @property
+    def updated(self) -> tuple[torch.Tensor | None, ...]:
+        """Per entry what the optimizer of this rank updates."""
+        return tuple(
+            (tensor if piece is None else piece) if accumulator is not None else None
+            for tensor, piece, accumulator in zip(
+                self.tensors, self.pieces, self.accumulators, strict=True
+            )
+        )
 
     def zero_accumulators(self) -> None:
         """Makes the accumulators ready for a step."""
@@ -52,16 +72,40 @@ def build_state(
     here = mesh.pipeline.index
     tensors: list[torch.Tensor | None] = []
     accumulators: list[torch.Tensor | None] = []
+    pieces: list[torch.Tensor | None] = []
     for entry in layout.state:
         full = find_tensor(entry, available[entry.kind])
         held = here in entry.ranks
-        tensors.append(cut_shards(full.detach(), entry.shards, mesh, device) if held else None)
-        accumulators.append(
-            torch.zeros(local_shape(entry, mesh), dtype=entry.dtype, device=device)
-            if held and entry.trainable
-            else None
-        )
-    return State(layout.state, tuple(tensors), tuple(accumulators))
+        local = cut_shards(full.detach(), entry.shards, mesh, device) if held else None
+        tensor, piece = (None, None) if local is None else divide(entry, local, mesh)
+        tensors.append(tensor)
+        pieces.append(piece)
+        accumulators.append(_accumulator(entry, mesh, device) if held and entry.trainable else None)
+    return State(layout.state, tuple(tensors), tuple(accumulators), tuple(pieces))
+
+
+def divide(
+    entry: StateEntry, local: torch.Tensor, mesh: Mesh
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(what this rank holds of a local tensor, the piece that it updates if ZeRO divides it).
+
+    Up to stage 2 the piece is a part of the held tensor's own memory.
+    """
+    if entry.zero == 0:
+        return local, None
+    if entry.zero == 3:
+        piece = take_piece(local, mesh.data)
+        return piece, piece
+    row, size = padded(local, mesh.data), piece_size(local.shape, mesh.data)
+    whole = row[: local.numel()].view(local.shape)
+    return whole, row.narrow(0, mesh.data.index * size, size)
+
+
+def _accumulator(entry: StateEntry, mesh: Mesh, device: torch.device) -> torch.Tensor:
+    shape = gradient_shape(entry, mesh)
+    if entry.zero >= 2:
+        shape = (piece_size(parameter_shape(entry, mesh), mesh.data),)
+    return torch.zeros(shape, dtype=entry.dtype, device=device)
 
 
 def find_tensor(entry: StateEntry, available: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -102,14 +146,23 @@ def cut_shards(
     return piece.to(device, copy=piece is full).contiguous()
 
 
-def local_shape(entry: StateEntry, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of an entry's gradient accumulator on a rank."""
+def parameter_shape(entry: StateEntry, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of an entry's tensor on a rank, before ZeRO divides it."""
+    return _local_shape(entry, entry.shards, mesh)
+
+
+def gradient_shape(entry: StateEntry, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of an entry's gradient on a rank as backward makes it."""
+    return _local_shape(entry, entry.gradient_shards, mesh)
+
+
+def _local_shape(entry: StateEntry, shards: Sequence[Shard], mesh: Mesh) -> tuple[int, ...]:
     shape = list(entry.shape)
-    for cutting in entry.gradient_shards:
+    for cutting in shards:
         size = mesh.axis(cutting.axis).size
         if shape[cutting.dim] % (size * cutting.outer):
             raise UsageError(
-                f'the gradient of "{entry.names[0]}", shape {entry.shape}, can\'t be cut '
+                f'"{entry.names[0]}", shape {entry.shape}, or its gradient can\'t be cut '
                 f"{size} ways at dim {cutting.dim}. Plan again for this mesh."
             )
         shape[cutting.dim] //= size
@@ -138,14 +191,22 @@ def sharing_ranks(entry: StateEntry) -> tuple[int, ...]:
 
 
 def full_tensor(
-    entry: StateEntry, local: torch.Tensor | None, mesh: Mesh, device: torch.device
+    entry: StateEntry,
+    local: torch.Tensor | None,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    is_piece: bool = False,
 ) -> torch.Tensor:
     """The whole tensor on every rank, from the local tensors of the ranks that hold the entry.
 
-    Collective over the whole mesh: also the ranks without the entry call it, with None.
+    `is_piece`: from flat pieces of them. Collective over the whole mesh: also the ranks without
+    the entry call it, with None.
     """
     if mesh.pipeline.index == entry.ranks[0] and local is not None:
         full = local
+        if is_piece:
+            full = gather_piece(local, mesh.data, parameter_shape(entry, mesh))
         for cutting in reversed(entry.shards):
             full = all_gather(full, mesh.axis(cutting.axis), cutting.dim, cutting.outer)
     else:

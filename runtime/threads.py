@@ -187,18 +187,18 @@ class ThreadGroup:
 
         return self._exchange(f"all_reduce {op}", [x], combine)
 
-    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        def combine(values: list[Tensors]) -> list[list[torch.Tensor]]:
-            return [[value[0].clone() for value in values] for _ in range(self.size)]
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        def combine(values: list[Tensors]) -> list[torch.Tensor]:
+            return [torch.stack([value[0] for value in values]) for _ in range(self.size)]
 
         return self._exchange("all_gather", [x], combine)
 
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    def reduce_scatter(self, pieces: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
         def combine(values: list[Tensors]) -> list[torch.Tensor]:
             columns = zip(*values, strict=True)
             return [reduce_in_order(list(column), "sum") for column in columns]
 
-        return self._exchange("reduce_scatter", pieces, combine)
+        return self._exchange("reduce_scatter", list(pieces), combine)
 
     def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         def combine(values: list[Tensors]) -> list[list[torch.Tensor]]:

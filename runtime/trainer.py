@@ -17,7 +17,7 @@ from runtime.batch import local_batch
 from runtime.errors import Aborted, UsageError
 from runtime.executor import Executor, Outcome
 from runtime.gradients import clip, global_norm
-from runtime.layout import Layout, parse_layout
+from runtime.layout import Layout, StateEntry, parse_layout
 from runtime.mesh import build_mesh
 from runtime.optimizers import LocalOptimizer
 from runtime.processes import connect_processes
@@ -26,6 +26,7 @@ from runtime.replicas import differing_entries
 from runtime.state import build_state, full_tensor, sharing_groups
 from runtime.threads import ThreadTransport, World
 from runtime.transport import Transport
+from runtime.zero import share_updates
 
 Result = TypeVar("Result")
 
@@ -101,6 +102,7 @@ class Trainer:
             self.gradient_norm = global_norm(self.state, outcome.gradients, self.mesh, self.device)
             clip(outcome.gradients, self.gradient_norm, self._clip_norm)
         self.optimizer.step(outcome.gradients)
+        share_updates(self.state, self.mesh)
         for tensor, new in zip(self.state.tensors, outcome.buffers, strict=True):
             if tensor is not None and new is not None:
                 tensor.copy_(new)
@@ -117,7 +119,25 @@ class Trainer:
             name: full
             for entry, local in zip(self.state.entries, self._gradients, strict=True)
             if entry.trainable
-            for full in [full_tensor(entry, local, self.mesh, self.device)]
+            for full in [self._full(entry, local, is_piece=entry.zero > 0)]
+            for name in entry.names
+        }
+
+    def _full(self, entry: StateEntry, local: torch.Tensor | None, is_piece: bool) -> torch.Tensor:
+        return full_tensor(entry, local, self.mesh, self.device, is_piece=is_piece)
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """The optimizer's whole tensors on every rank, as "exp_avg of NAME"; none before a step."""
+        if self.steps_done == 0:
+            return {}
+        held = self.optimizer.local_state()
+        return {
+            f"{slot} of {name}": full
+            for entry in self.state.entries
+            if entry.trainable
+            for slot in self.optimizer.slots
+            for local in [held.get(entry.names[0], {}).get(slot)]
+            for full in [self._full(entry, local, is_piece=entry.zero > 0)]
             for name in entry.names
         }
 
@@ -127,7 +147,7 @@ class Trainer:
             name: full
             for entry, local in zip(self.state.entries, self.state.tensors, strict=True)
             if entry.kind != "constant"
-            for full in [full_tensor(entry, local, self.mesh, self.device)]
+            for full in [self._full(entry, local, is_piece=entry.zero == 3)]
             for name in entry.names
         }
 

@@ -26,11 +26,14 @@ class Group(Protocol):
     def all_reduce(self, x: torch.Tensor, op: Reduction) -> torch.Tensor:
         """Element-wise reduction over the members; same shape."""
 
-    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Every member's `x`, by index."""
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every member's `x`, stacked by index: a contiguous (size, *x.shape)."""
 
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum over the members of their `pieces[index]`; one piece per member, equal shapes."""
+    def reduce_scatter(self, pieces: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+        """The sum over the members of their `pieces[index]`; one piece per member, equal shapes.
+
+        A tensor stands for its rows, and where it is contiguous it is not copied first.
+        """
 
     def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """From every member the piece that it holds for this one; equal shapes."""

@@ -51,7 +51,7 @@ def even_stages(graph: Graph, pipeline: int, keep: str = "none") -> tuple[tuple[
 def hand_plan(
     graph: Graph, degrees: Degrees, kinds: Sequence[Variant], shardings: Sequence[Sharding],
     keeps: Sequence[Keeps], stages: Sequence[tuple[Placed, ...]], *, schedule: str = "1f1b",
-    virtual_stages: int = 1,
+    virtual_stages: int = 1, zero: int = 0,
 ) -> Plan:  # fmt: skip
     """These decisions as a `Plan` for as many local devices as they need."""
     mesh = Mesh(len(stages) // virtual_stages, degrees.data, degrees.tensor)
@@ -63,4 +63,5 @@ def hand_plan(
     return Plan(
         graph.model, signature(graph), Cluster.local(mesh.size, memory_GiB=1), mesh, schedule,
         degrees.micro_batches, degrees.batch, "adamw", blocks, tuple(stages), prediction,
+        zero=zero,
     )  # fmt: skip

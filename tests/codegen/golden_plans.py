@@ -1,4 +1,4 @@
-"""Two tiny models with plans made by hand: what the planner prefers does not change these texts."""
+"""Tiny models with plans made by hand: what the planner prefers does not change these texts."""
 
 from collections.abc import Iterable
 
@@ -68,6 +68,32 @@ class Skip(nn.Module):
         return (self.last(torch.cat([early, late], 1)) - x).square().mean()
 
 
+class Adapted(nn.Module):
+    """Frozen products with trained factors, between ends that share their table."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 6), nn.Linear(6, 7, bias=False)
+        self.layers = nn.ModuleList(Factors() for _ in range(4))
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Factors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(6, 6, bias=False).requires_grad_(False)
+        self.low, self.high = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+
+    def forward(self, x):
+        return x + self.base(x) + self.high(self.low(x))
+
+
 def transformer() -> tuple[Graph, Plan]:
     """Columns, then rows, over two tensor ranks; two data ranks; the layers recompute."""
     torch.manual_seed(0)
@@ -104,7 +130,20 @@ def halves() -> tuple[Graph, Plan]:
     return skip(2, "zero-bubble")
 
 
-PLANS = {"transformer": transformer, "skip": skip, "halves": halves}
+def zero3(zero: int = 3) -> tuple[Graph, Plan]:
+    """Two stages and two data ranks, which divide every parameter; two micro-batches."""
+    torch.manual_seed(0)
+    ids = torch.zeros(8, 3, dtype=torch.long)
+    graph = trace(Adapted(), (ids, ids))
+    degrees = Degrees(8, 2, 1, 2)
+    batch_flow, kinds = kinds_of(graph)
+    shardings = whole_shardings(kinds)
+    lowered = lower_all(graph, batch_flow, kinds, shardings, degrees)
+    keeps, stages = keep_all(graph, kinds, lowered), even_stages(graph, 2)
+    return graph, hand_plan(graph, degrees, kinds, shardings, keeps, stages, zero=zero)
+
+
+PLANS = {"transformer": transformer, "skip": skip, "halves": halves, "zero3": zero3}
 
 
 def _greedy(

@@ -1,4 +1,4 @@
-"""Random legal plans: any mesh, any strategy of each operation, any recomputation, any stages.
+"""Random legal plans: any mesh, strategy of each operation, recomputation, stages, ZeRO stage.
 
 Input: a promoted graph and a random generator. Output: a `Plan`. Boundary values that must agree
 between blocks (`planner.ports`) get one random placement; what is legal is decided by `ir` alone.
@@ -33,10 +33,14 @@ def random_degrees(random: Random, rows: int, calls: int) -> tuple[int, Degrees]
     return pipeline, Degrees(rows, data, tensor, micro)
 
 
-def random_plan(graph: Graph, rows: int, random: Random) -> Plan:
-    """Raises `Refused` where the micro-batches of the draw would change the numbers."""
+def random_plan(
+    graph: Graph, rows: int, random: Random, *, mesh: tuple[int, Degrees] | None = None,
+    zero: int | None = None,
+) -> Plan:  # fmt: skip
+    """Stages, degrees and ZeRO stage may be given. Raises `Refused` where the micro-batches of the
+    draw would change the numbers."""
     batch_flow, kinds = kinds_of(graph)
-    pipeline, degrees = random_degrees(random, rows, len(graph.calls))
+    pipeline, degrees = mesh or random_degrees(random, rows, len(graph.calls))
     ports = connect(graph, kinds)
     shardings = random_shardings(graph, kinds, ports, degrees.tensor, random)
     lowered = lower_all(graph, batch_flow, kinds, shardings, degrees)
@@ -46,9 +50,12 @@ def random_plan(graph: Graph, rows: int, random: Random) -> Plan:
     ]
     schedule, virtual = random_schedule(random, pipeline, degrees.micro_batches, len(graph.calls))
     stages = _random_stages(len(graph.calls), pipeline * virtual, random)
+    if zero is None:
+        zero = random.choice([0, 1] if schedule == "zero-bubble" else [0, 1, 2, 3])
     return hand_plan(
-        graph, degrees, kinds, shardings, keeps, stages, schedule=schedule, virtual_stages=virtual
-    )
+        graph, degrees, kinds, shardings, keeps, stages, schedule=schedule, virtual_stages=virtual,
+        zero=zero,
+    )  # fmt: skip
 
 
 def random_schedule(random: Random, pipeline: int, micro: int, calls: int) -> tuple[str, int]:

@@ -34,15 +34,17 @@ REFUSED = "011_data_dependent_branch"
 CASES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != REFUSED)
 DEEP = "030_deep_stack_odd_tiles"
 
-PINS = (  # pipeline, data, tensor, micro-batches, schedule, recompute
+PINS = (  # pipeline, data, tensor, micro-batches, schedule, recompute, ZeRO
     (1, 1, 1, 2, "1f1b", "none"), (2, 1, 1, 2, "gpipe", "full"), (1, 2, 1, 1, "1f1b", "none"),
     (1, 1, 2, 1, "1f1b", "selective"), (1, 1, 3, 1, "1f1b", "none"), (3, 1, 1, 1, "1f1b", "none"),
     (2, 1, 2, 2, "1f1b", "none"), (1, 2, 2, 1, "1f1b", "full"), (1, 1, 4, 1, "1f1b", "none"),
     (3, 1, 2, 1, "gpipe", "none"), (2, 2, 2, 1, "1f1b", "none"), (1, 2, 4, 1, "1f1b", "none"),
+    (1, 2, 2, 1, "1f1b", "none", 1), (2, 2, 1, 2, "1f1b", "none", 2),
+    (1, 2, 1, 2, "1f1b", "full", 3), (2, 2, 2, 1, "gpipe", "none", 3),
 )  # fmt: skip
-FEW = PINS[1:4] + PINS[6:7]
-KEYS = ("pipeline", "data", "tensor", "micro_batches", "schedule", "recompute")
-Pin = tuple[int, int, int, int, str, str]
+FEW = PINS[1:4] + PINS[6:7] + PINS[-2:-1]
+KEYS = ("pipeline", "data", "tensor", "micro_batches", "schedule", "recompute", "zero")
+Pin = tuple[int | str, ...]
 
 
 def module_of(case: str) -> ModuleType:
@@ -67,7 +69,7 @@ class Case:
     def run(self, pin: Pin) -> Run:
         cluster = Cluster.local(pin[0] * pin[1] * pin[2])
         chosen = plan(
-            self.graph, cluster, global_batch=self.rows, pin=dict(zip(KEYS, pin, strict=True))
+            self.graph, cluster, global_batch=self.rows, pin=dict(zip(KEYS, pin, strict=False))
         )
         program, layout = load(emit(self.graph, chosen))
         return run_program(program, layout, self.model, self.args, self.kwargs, Training())

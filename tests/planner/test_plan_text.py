@@ -25,7 +25,15 @@ def _products() -> Plan:
     return plan(graph, Cluster.parse("2x2xH100-SXM"), global_batch=4096)
 
 
-PLANS: dict[str, Callable[[], Plan]] = {"plan_chain": _chain, "plan_products": _products}
+def _zero() -> Plan:
+    pin = {"data": 2, "pipeline": 2, "micro_batches": 2, "zero": 3}
+    graph = chain(width=64, hidden=256)
+    return plan(graph, Cluster.local(4, memory_GiB=1), global_batch=8, pin=pin)
+
+
+PLANS: dict[str, Callable[[], Plan]] = {
+    "plan_chain": _chain, "plan_products": _products, "plan_zero": _zero,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from calibration import add_calibrate_command
 from codegen import Program, emit, load
 from ir.cluster import Cluster
 from ir.errors import Different, ShardwrightError, UsageError
@@ -311,7 +312,10 @@ MODEL = (
     "FILE.py:build (a function that returns model, args, kwargs; optional loss(output) beside it), "
     "hf:PATH/config.json, or hf:NAME such as hf:llama-3-8b"
 )
-CLUSTER = "the hardware: 4x8xH100-SXM (nodes x devices x kind), local:4, or a cluster.yaml"
+CLUSTER = (
+    "the hardware: 4x8xH100-SXM (nodes x devices x kind), local:4, or the file that `calibrate` "
+    "wrote, or a cluster.yaml; 2xFILE for 2 devices of it"
+)
 PIN = (
     "fix decisions, comma-separated: pipeline=2, data=2, tensor=2, schedule=gpipe or 1f1b, "
     "micro_batches=4, recompute=none, selective or full; what is not fixed is chosen"
@@ -383,6 +387,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(flag, **FLAGS[flag])
         command.set_defaults(run=run)
     add_predict_command(commands)
+    add_calibrate_command(commands)
     return parser
 
 

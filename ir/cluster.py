@@ -14,11 +14,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ir.calibration import Calibration
 from ir.cluster_file import read_cluster_file
 from ir.detect import detected_spec
 from ir.device import GIB, Device, Link
 from ir.errors import UsageError
-from ir.topology import NODE, Level, named_device, usual_levels
+from ir.topology import (
+    NODE,
+    Level,
+    cpu_device,
+    local_levels,
+    named_device,
+    ram_bytes,
+    usual_levels,
+)
 from ir.topology_text import levels_from_nccl_xml, levels_from_nvidia_smi
 
 __all__ = ["AXES", "GIB", "Cluster", "Device", "Level", "Link", "Mesh"]
@@ -28,7 +37,7 @@ AXES = ("pipeline", "data", "tensor")  # outermost first
 _GRAMMAR = (
     "Write [NODES x] [DEVICES x] DEVICE, for example 4x8xH100-SXM (4 nodes of 8), 8xA100-80GB, "
     "H200-SXM, H100-SXM:3g.40gb (a MIG slice); or local:4 for 4 processes on this machine; "
-    "or the path of a cluster.yaml."
+    "or the path of a cluster.yaml; 2xmachine.yaml for 2 devices per node of what it describes."
 )
 
 
@@ -38,6 +47,7 @@ class Cluster:
 
     device: Device
     levels: tuple[Level, ...]
+    calibration: Calibration | None = None
 
     @property
     def n_devices(self) -> int:
@@ -69,7 +79,10 @@ class Cluster:
         '4x8 H100-SXM'
         """
         if spec.endswith((".yaml", ".yml")):
-            return Cluster(*read_cluster_file(Path(spec)))
+            counted = None if Path(spec).exists() else re.fullmatch(r"(\d+)x(.+)", spec)
+            if counted is None:
+                return Cluster(*read_cluster_file(Path(spec)))
+            return Cluster(*read_cluster_file(Path(counted[2]), int(counted[1])))
         compact = re.sub(r"\s", "", spec)
         if local := re.fullmatch(r"local:(\d+)", compact, re.IGNORECASE):
             return Cluster.local(int(local[1]))
@@ -109,22 +122,15 @@ class Cluster:
         """
         if n < 1:
             raise UsageError(f"local:{n}: at least one process is needed.")
-        memory_bytes = int(memory_GiB * GIB) if memory_GiB is not None else _ram_bytes() // n
-        rates = (("float32", 50e9), ("float64", 25e9), ("bfloat16", 25e9), ("float16", 25e9))
-        device = Device(
-            name="CPU",
-            peaks=rates,
-            memory_bytes=memory_bytes,
-            memory_bandwidth_bytes_per_s=10e9,
-            reserve_bytes=min(memory_bytes // 10, GIB // 2),
-        )
-        return Cluster(device, (Level(n, Link("shared memory", 1e9, 50e-6)),))
+        memory_bytes = int(memory_GiB * GIB) if memory_GiB is not None else ram_bytes() // n
+        return Cluster(cpu_device(memory_bytes), local_levels(n))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file; `from_json` reads them back to an equal cluster."""
         return {
             "device": {**asdict(self.device), "peaks": dict(self.device.peaks)},
             "levels": [_level_json(level) for level in self.levels],
+            **({"calibration": self.calibration.to_json()} if self.calibration else {}),
         }
 
     @staticmethod
@@ -134,7 +140,9 @@ class Cluster:
             device = dict(value["device"])
             device["peaks"] = tuple(device["peaks"].items())
             levels = tuple(_level_from_json(level) for level in value["levels"])
-            return Cluster(Device(**device), levels)
+            measured = value.get("calibration")
+            calibration = Calibration.from_json(measured) if measured else None
+            return Cluster(Device(**device), levels, calibration)
         except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"this is not a cluster written by to_json: {error!r}.") from error
 
@@ -245,7 +253,3 @@ def _level_json(level: Level) -> dict[str, Any]:
 def _level_from_json(value: Mapping[str, Any]) -> Level:
     values: dict[str, Any] = {**value, "link": Link(**value["link"])}
     return Level(**{**values, "port_rates": tuple(value.get("port_rates", ()))})
-
-
-def _ram_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

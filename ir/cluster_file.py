@@ -1,22 +1,30 @@
 """Reads cluster.yaml: a device and either two bandwidths or named levels, each key optional.
 
-Input: the file's path. Output: the `Device` and its `Level`s, innermost first. A bandwidth that
-is given is taken as sustained, in GB/s per direction and port (NIC).
+Input: the file's path. Output: the `Device`, its `Level`s, innermost first, and what was measured
+of it, if `shardwright calibrate` wrote the file. A bandwidth that is given is taken as sustained,
+in GB/s per direction and port (NIC).
 """
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from ir.calibration import Calibration
+from ir.calibration_file import MEASURED_KEYS, read_calibration
 from ir.device import GIB, Device, Link, inner_link
 from ir.errors import UsageError
 from ir.topology import (
+    CPU,
     DOMAIN,
     NODE,
     Level,
+    cpu_device,
+    local_levels,
     named_device,
     network,
     pcie,
+    ram_bytes,
     reduction_rate,
     usual_levels,
 )
@@ -42,19 +50,49 @@ _LEVEL_KEYS = {
 Values = dict[str, Any]
 
 
-def read_cluster_file(path: Path) -> tuple[Device, tuple[Level, ...]]:
-    """The device and levels that a cluster.yaml describes; `UsageError` names a wrong key."""
-    values = _load_yaml(path)
-    _known(values, _FILE_KEYS, str(path))
+def read_cluster_file(
+    path: Path, devices: int | None = None
+) -> tuple[Device, tuple[Level, ...], Calibration | None]:
+    """The device and levels that a cluster.yaml describes, and its measurements.
+
+    `devices` replaces `devices_per_node`. `UsageError` names a wrong key.
+    """
+    values = load_yaml(path)
+    calibration = read_calibration(values, str(path))
+    _known(values, _FILE_KEYS | (MEASURED_KEYS if calibration else set()), str(path))
+    if devices is not None:
+        if "levels" in values:
+            raise UsageError(f"{path} has `levels`, which say how many devices there are.")
+        values["devices_per_node"] = devices
+    device, levels = _device_and_levels(values, path)
+    count = prod(level.size for level in levels)
+    return device, levels, calibration.on(count) if calibration else None
+
+
+def _device_and_levels(values: Values, path: Path) -> tuple[Device, tuple[Level, ...]]:
     name = values.get("device")
     if not isinstance(name, str):
         raise UsageError(f"{path}: `device` must name a device (device: H100-SXM), not {name!r}.")
+    if name == CPU:
+        return _processes(values, str(path))
     device = _with_memory(named_device(name), values, str(path))
     if "levels" not in values:
         return device, _simple_levels(name, values, str(path))
     if both := sorted(_SIMPLE_KEYS & set(values)):
         raise UsageError(f"{path}: `{both[0]}` says what `levels` says; keep one of them.")
     return device, _named_levels(name, values["levels"], str(path))
+
+
+def _processes(values: Values, where: str) -> tuple[Device, tuple[Level, ...]]:
+    """CPU processes of one machine, each with its share of `memory_GiB`."""
+    if other := sorted({"levels", "nodes"} & set(values)):
+        raise UsageError(f"{where}: `{other[0]}` is for GPUs; a CPU is one machine.")
+    count = _whole(values, "devices_per_node", where, 1)
+    memory_GiB = _positive(values, "memory_GiB", where) if "memory_GiB" in values else None
+    whole_bytes = ram_bytes() if memory_GiB is None else int(memory_GiB * GIB)
+    (level,) = local_levels(count)
+    link = _overridden(level.link, values, "intra_", where)
+    return cpu_device(whole_bytes // count), (replace(level, link=link),)
 
 
 def _simple_levels(name: str, values: Values, where: str) -> tuple[Level, ...]:
@@ -157,7 +195,8 @@ def _overridden(link: Link, values: Values, prefix: str, where: str) -> Link:
     return link
 
 
-def _load_yaml(path: Path) -> Values:
+def load_yaml(path: Path) -> Values:
+    """The keys and values of a file; `UsageError` if it has none."""
     try:
         import yaml  # optional: only a cluster.yaml needs it
     except ImportError as error:

@@ -23,7 +23,7 @@ from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import Seconds, StateCost, state_cost
 from planner.recompute import MenuPoint
-from planner.schedule import StageTime, bubble_s, held_batches, pipeline_step_s
+from planner.schedule import StageTime, bubble_s, held_batches, shared_step_s
 from planner.stage_bytes import early_bytes, gathered_bytes, point_of, stage_cost
 from planner.stage_problem import (
     Assignment,
@@ -214,12 +214,9 @@ class _Evaluation:
         return replace(seconds, communication_s=exposed_s)
 
     def _accumulate_s(self, state: StateCost) -> float:
-        """Per micro-batch: its gradients are added up, where there are several."""
-        return self.cost.accumulate_s(state.summed_bytes) if self._accumulates else 0.0
-
-    @property
-    def _accumulates(self) -> bool:
-        return self.candidate.micro_batches > 1
+        """Per micro-batch: its gradients are added up."""
+        count = self.candidate.micro_batches
+        return self.cost.accumulate_s(state.summed_bytes, state.summed_tensors, count)
 
     @property
     def _virtual(self) -> int:
@@ -285,7 +282,8 @@ class _Evaluation:
         count, schedule = candidate.micro_batches, candidate.schedule
         busy = max(pairs, key=lambda pair: pair[0].total_s + pair[1].total_s)
         total = (busy[0] + busy[1]).times(count)
-        step_s = pipeline_step_s(times, count, schedule, virtual) + sync_s + update_s
+        moving_s = shared_step_s(times, count, schedule, virtual, self.cost.core_sharing)
+        step_s = moving_s + sync_s + update_s
         return Prediction(
             step_s, total.compute_s, total.communication_s + sync_s,
             bubble_s(times, count, schedule, virtual), update_s,

@@ -151,7 +151,7 @@ class StateCost:
 
     `exchanged_bytes` and `gathered_bytes`: gradients and parameters that the data axis moves in
     buckets (`planner.exchange`); what it moves tensor by tensor is in `sync_s`. `summed_bytes`:
-    gradients that every micro-batch adds up.
+    gradients that every micro-batch adds up, of `summed_tensors` parameters.
     """
 
     parameter_bytes: int = 0
@@ -162,6 +162,7 @@ class StateCost:
     exchanged_bytes: int = 0
     gathered_bytes: int = 0
     summed_bytes: int = 0
+    summed_tensors: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -176,6 +177,7 @@ class StateCost:
             self.exchanged_bytes + other.exchanged_bytes,
             self.gathered_bytes + other.gathered_bytes,
             self.summed_bytes + other.summed_bytes,
+            self.summed_tensors + other.summed_tensors,
         )  # fmt: skip
 
 
@@ -213,5 +215,5 @@ def state_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateC
     return StateCost(
         stored_bytes // of_parameters, wide.bytes(1) // of_gradients, state_bytes // of_state,
         sync_s, cost.optimizer_s(held_bytes / of_state, state_bytes / of_state),
-        exchanged, held_bytes, wide.bytes(1),
+        exchanged, held_bytes, wide.bytes(1), 1,
     )  # fmt: skip

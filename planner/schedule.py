@@ -64,6 +64,23 @@ def pipeline_step_s(
     return (micro_batches - 1) * pace_s + fill_s
 
 
+def shared_step_s(
+    times: Sequence[StageTime], micro_batches: int, schedule: str, virtual_stages: int = 1,
+    core_sharing: float = 1.0,
+) -> float:  # fmt: skip
+    """`pipeline_step_s` where ranks that wait leave their cores to those that compute.
+
+    `times` are of stages that all compute; alone a stage is `core_sharing` times as fast. The step
+    takes as long as its longest way at that speed, and no less than all work on all cores:
+    max(pipeline_step_s / sharing, M mean(forward + backward)).
+    """
+    step_s = pipeline_step_s(times, micro_batches, schedule, virtual_stages)
+    if core_sharing == 1.0:
+        return step_s
+    mean_s = sum(forward + backward for forward, backward in times) / len(times)
+    return max(step_s / core_sharing, micro_batches * mean_s)
+
+
 def bubble_s(
     times: Sequence[StageTime], micro_batches: int, schedule: str, virtual_stages: int = 1
 ) -> float:

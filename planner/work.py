@@ -53,7 +53,8 @@ class Work:
 
     `moved_bytes`: operands read and results written, each once; `touched_bytes`: what separate
     kernels move (rows of a table rather than all of it; the passes of a cross-entropy);
-    `kernels`: how many these are. `logits`: of a cross-entropy.
+    `kernels`: how many these are. `logits`: of a cross-entropy; `op`: the
+    node's.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Work:
     touched_bytes: float = 0.0
     kernels: int = 1
     logits: int = 0
+    op: str = ""
 
 
 def work_of(
@@ -87,7 +89,7 @@ def work_of(
     return Work(
         kind or op_def(node.op).kind, flops(node, shapes), moved, compute_dtype(operands),
         _product(node, shapes), _attention(node, shapes), node.op.endswith("_backward"),
-        touched, kernels, logits,
+        touched, kernels, logits, node.op,
     )  # fmt: skip
 
 

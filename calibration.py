@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,7 +49,7 @@ def calibrate(
     for count in sorted(set(processes)):
         start_s = time.perf_counter()
         say(f"{count} process{'es' if count > 1 else ''} at once:")
-        found = _measured(count, cores, quick=quick)
+        found = _measured(count, quick=quick)
         measured, noisy = timings_of(found["rows"], count, found["threads"])
         timings += [measured] if measured["kernels"] or measured["products"] else []
         groups, noisy_groups = collectives_of(found["rows"], count)
@@ -60,6 +59,7 @@ def calibrate(
         spread = median(row["spread"] for row in found["rows"])
         say(
             f"  {len(found['rows'])} measurements in {seconds:.0f} s, median spread {spread:.0%}, "
+            f"each process is {found['slowdown']:.2f} times as slow as alone, "
             f"{len(noisy + noisy_groups)} curves too noisy"
         )
     is_cpu = device == CPU
@@ -79,11 +79,11 @@ def _device_name() -> str:
     return Cluster.detect().device.name
 
 
-def _measured(count: int, cores: int, *, quick: bool) -> dict[str, Any]:
+def _measured(count: int, *, quick: bool) -> dict[str, Any]:
     """What that many ranks measured together."""
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
         out = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "runtime.measure", f"--out={out}", f"--cores={cores}"]
+        command = [sys.executable, "-m", "runtime.measure", f"--out={out}"]
         run_ranks([*command, *(["--quick"] if quick else [])], count)
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         return found
@@ -129,11 +129,11 @@ def collectives_of(rows: Iterable[Row], processes: int) -> tuple[list[dict[str, 
 
 
 def _grouped(rows: Iterable[Row], *keys: str) -> list[tuple[tuple[Any, ...], list[Row]]]:
-    """Rows that lie together and have the same values of the keys."""
-    return [
-        (values, list(group))
-        for values, group in groupby(rows, key=lambda row: tuple(row[key] for key in keys))
-    ]
+    """Rows that have the same values of the keys, in the order of their first."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return list(found.items())
 
 
 def _noise(group: Sequence[Row], what: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from ir.cluster import Cluster
 from ir.errors import ShardwrightError
 from ir.graph import Graph
 from planner.predict import Predicted, Predictor
@@ -20,20 +21,23 @@ COLUMNS = (
 Row = Mapping[str, str]
 
 
-def predict_row(predictor: Predictor, row: Row, graph_of: Callable[[Row], Graph]) -> Predicted:
-    """One row; `ShardwrightError` or `ValueError` says what about it is wrong."""
-    wanted = read_configuration(row)
+def predict_row(
+    predictor: Predictor, row: Row, graph_of: Callable[[Row], Graph], cluster: Cluster | None = None
+) -> Predicted:
+    """One row, on `cluster` or the one that it states; `ShardwrightError` or `ValueError` says
+    what about it is wrong."""
+    wanted = read_configuration(row, cluster)
     return predictor.predict(graph_of(row), wanted)
 
 
 def predict_table(
-    rows: Iterable[Row], graph_of: Callable[[Row], Graph]
+    rows: Iterable[Row], graph_of: Callable[[Row], Graph], cluster: Cluster | None = None
 ) -> Iterator[dict[str, str]]:
     """A record per row, in order."""
     predictor = Predictor()
     for row in rows:
         try:
-            yield record(row.get("id", ""), predict_row(predictor, row, graph_of))
+            yield record(row.get("id", ""), predict_row(predictor, row, graph_of, cluster))
         except (ShardwrightError, ValueError) as error:
             yield refusal(row.get("id", ""), error)
 

@@ -1,8 +1,8 @@
 """The kernels that are measured, as emitted programs call them, at given sizes.
 
-Output: `Call`s with the name, size and dtype under which the measurement is kept. Results go round
-a ring of a few tensors, and operands take turns, as in a program: what was just made is near, what
-is written was not there before. Sizes are bytes of operands and results, each once.
+Output: `Call`s with the name, size and dtype under which the measurement is kept, and the `company`
+that they keep. The last results stay alive, so that new ones are written elsewhere. Sizes are bytes
+of operands and results, each once.
 """
 
 from collections import deque
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from runtime import ops
 
-RING = 6
+RING = 2
 WIDTH = 128
 """Elements of a row of the measured tensors."""
+COMPANY_BYTES = 2**13
 CLASSES = 256
 """Classes of the measured cross-entropy, rows of the measured table."""
 BATCHES = (1, 16)
@@ -46,7 +47,7 @@ class Call:
 class Sizes:
     """What is measured: bytes of curves, sides of products, query rows of attention, its depths."""
 
-    kernel_bytes: tuple[int, ...] = (512, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)
+    kernel_bytes: tuple[int, ...] = (512, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24)
     sides: tuple[int, ...] = (16, 64, 256, 1024)
     queries: tuple[int, ...] = (8, 32, 128, 512)
     head_dims: tuple[int, ...] = (4, 32, 128)
@@ -54,7 +55,7 @@ class Sizes:
     low_dtypes: tuple[str, ...] = ("bfloat16",)
 
 
-QUICK = Sizes((512, 2**15, 2**20, 2**24), (16, 128, 1024), (16, 128), (8, 64), low_dtypes=())
+QUICK = Sizes((512, 2**18, 2**22), (16, 128, 512), (16, 128), (8, 64), low_dtypes=())
 
 
 def kernel_calls(sizes: Sizes, device: torch.device) -> Iterator[Call]:
@@ -64,7 +65,7 @@ def kernel_calls(sizes: Sizes, device: torch.device) -> Iterator[Call]:
             yield _curve_call(name, make, size_bytes, device)
     yield Call("view", 1.0, _views(device), per=3.0)
     for name, kind in (("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)):
-        for size_bytes in sizes.kernel_bytes[:-1]:
+        for size_bytes in sizes.kernel_bytes:
             update = _update(kind, size_bytes, device)
             yield Call(name, float(size_bytes), update, per=float(ADAMW_TENSORS))
     for queries, depth in product(sizes.queries, sizes.head_dims):
@@ -194,16 +195,20 @@ def _curve_call(
     size_bytes: int,
     device: torch.device,
 ) -> Call:
-    """Several sets of operands in turn, where they are small enough to lie in a cache together."""
-    sets = [make(size_bytes, device) for _ in range(2)]
-    turn = iter_forever(sets)
-    return Call(name, float(size_bytes), _kept(lambda: next(turn)()))
+    return Call(name, float(size_bytes), _kept(make(size_bytes, device)))
 
 
-def iter_forever(calls: list[Callable[[], Any]]) -> Iterator[Callable[[], Any]]:
-    """The calls in turn, without end."""
-    while True:
-        yield from calls
+def company(device: torch.device) -> Callable[[], None]:
+    """One small call of every kind: what runs between two calls of a kernel in a program."""
+    calls = [make(COMPANY_BYTES, device) for make in KERNELS.values()]
+    x = torch.randn(64, 64, device=device)
+    calls += [lambda: torch.einsum("xy,yz->xz", x, x), _views(device)]
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
 
 
 def _kept(call: Callable[[], Any]) -> Callable[[], None]:

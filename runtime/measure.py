@@ -8,7 +8,9 @@ a row per measurement (times, spread, noise) and prints its progress.
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +19,80 @@ import torch.distributed as dist
 
 from runtime.collective_calls import QUICK_SIZES, SIZES, GroupCall, collective_calls
 from runtime.errors import run_main
-from runtime.kernel_calls import QUICK, Call, Sizes, kernel_calls, product_calls
+from runtime.kernel_calls import QUICK, RING, Call, Sizes, company, kernel_calls, product_calls
 from runtime.processes import ProcessTransport, connect_processes, disconnect
-from runtime.stopwatch import Sample, Stopwatch
+from runtime.stopwatch import Agree, Sample, Stopwatch, alone, slowdown
 
 CUDA_DTYPES = ("bfloat16", "float16")
-BLOCK_S, TIME_SLICE_S = 0.003, 0.012
-"""Blocks, and those where processes share cores: several time slices of the scheduler."""
-BUDGET_S = 0.15
-"""Of one measurement: some 300 are made."""
+LARGE_BYTES = 2**25 - 2**16
+"""Just below the 32 MiB above which freed memory always goes back to the system."""
+BLOCK_S, TIME_SLICE_S = 0.006, 0.012
+"""Blocks of kernels and of collectives: the latter wait for each other, for some time slices."""
+BUDGET_S, QUICK_BUDGET_S = 0.1, 0.04
+"""Of one measurement; some 300 are made, or 100."""
+SHARING_S = 0.5
+"""How long all ranks compute at once, to see what each gets of the cores."""
 
 
-def measure(transport: ProcessTransport, watch: Stopwatch, *, quick: bool) -> list[dict[str, Any]]:
-    """A row per measurement."""
+def measure(transport: ProcessTransport, *, quick: bool) -> tuple[list[dict[str, Any]], float]:
+    """A row per measurement, and how much longer ranks take than they compute.
+
+    A rank with one thread is timed by the processor's time for it, which nobody else's work is
+    part of, and every time is multiplied by that slowdown; several threads wait for each other,
+    so that only the wall clock sees what they take.
+    """
     rows: list[dict[str, Any]] = []
-    for call in _calls(transport, quick=quick):
-        sample = watch.time(call.run)
-        rows.append(_row(call, sample))
+    _settle_allocator(transport.device)
+    others = company(transport.device)
+    watch, shared = _kernel_watch(transport, others, quick=quick)
+    for call in _kernels(transport, quick=quick):
         _show(transport, call, len(rows))
-    return rows
+        sample = watch.time(call.run, RING + 1)
+        rows.append(_row(call, replace(sample, seconds=sample.seconds * shared)))
+    group_watch = Stopwatch(
+        TIME_SLICE_S, QUICK_BUDGET_S if quick else BUDGET_S, agree=_agreement(transport),
+        between=None if transport.device.type == "cuda" else others, finish=_finish(transport),
+    )  # fmt: skip
+    for group_call in _groups(transport, quick=quick):
+        _show(transport, group_call, len(rows))
+        rows.append(_row(group_call, group_watch.time(group_call.run, 2)))
+    return rows, shared
 
 
-def _calls(transport: ProcessTransport, *, quick: bool) -> Iterator[Call | GroupCall]:
+def _kernel_watch(
+    transport: ProcessTransport, others: Callable[[], None], *, quick: bool
+) -> tuple[Stopwatch, float]:
+    """How kernels are timed, and the factor on the times."""
+    watch = Stopwatch(
+        BLOCK_S, QUICK_BUDGET_S if quick else BUDGET_S, agree=_agreement(transport),
+        between=others, finish=_finish(transport),
+    )  # fmt: skip
+    if transport.device.type == "cuda":
+        return replace(watch, between=None), 1.0
+    if torch.get_num_threads() > 1:
+        return watch, 1.0
+    factors = watch.agree([slowdown(others, SHARING_S)])
+    return replace(watch, clock=time.thread_time), sum(f for f, in factors) / len(factors)
+
+
+def _groups(transport: ProcessTransport, *, quick: bool) -> Iterator[GroupCall]:
+    if transport.world_size > 1:
+        yield from collective_calls(transport, QUICK_SIZES if quick else SIZES)
+
+
+def _kernels(transport: ProcessTransport, *, quick: bool) -> Iterator[Call]:
     """GPUs are not shared, so their kernels are measured by one process only."""
     is_cuda = transport.device.type == "cuda"
     sizes = QUICK if quick else Sizes(low_dtypes=CUDA_DTYPES) if is_cuda else Sizes()
     if not is_cuda or transport.world_size == 1:
         yield from kernel_calls(sizes, transport.device)
         yield from product_calls(sizes, transport.device)
-    if transport.world_size > 1:
-        yield from collective_calls(transport, QUICK_SIZES if quick else SIZES)
+
+
+def _settle_allocator(device: torch.device) -> None:
+    """Frees one large tensor: the C library keeps memory for reuse up to the size of what was
+    freed before (mallopt(3), M_MMAP_THRESHOLD), as it does in a program after its first step."""
+    torch.ones(LARGE_BYTES // 4, device=device)
 
 
 def _row(call: Call | GroupCall, sample: Sample) -> dict[str, Any]:
@@ -57,24 +103,16 @@ def _row(call: Call | GroupCall, sample: Sample) -> dict[str, Any]:
     return {"kernel": call.name, "size": call.size, **place, **timing}
 
 
-def stopwatch(transport: ProcessTransport, cores: int) -> Stopwatch:
-    """Blocks of a few time slices where the ranks share cores, shorter ones elsewhere."""
-    is_cuda = transport.device.type == "cuda"
-    shares = not is_cuda and transport.world_size > cores
-    return Stopwatch(
-        block_s=TIME_SLICE_S if shares else BLOCK_S,
-        budget_s=BUDGET_S,
-        finish=torch.cuda.synchronize if is_cuda else _nothing,
-        agree=_gathered if transport.world_size > 1 else _own,
-    )
+def _finish(transport: ProcessTransport) -> Callable[[], None]:
+    return torch.cuda.synchronize if transport.device.type == "cuda" else _nothing
 
 
 def _nothing() -> None:
     """A CPU has finished when the call returns."""
 
 
-def _own(values: Sequence[float]) -> list[list[float]]:
-    return [list(values)]
+def _agreement(transport: ProcessTransport) -> Agree:
+    return _gathered if transport.world_size > 1 else alone
 
 
 def _gathered(values: Sequence[float]) -> list[list[float]]:
@@ -102,14 +140,13 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m runtime.measure", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes the rows")
-    parser.add_argument("--cores", type=int, required=True, help="that all ranks share")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller measurements")
     given = parser.parse_args()
     transport = connect_processes()
     with torch.no_grad():
-        rows = measure(transport, stopwatch(transport, given.cores), quick=given.quick)
+        rows, shared = measure(transport, quick=given.quick)
     if transport.rank == 0:
-        found = {"threads": torch.get_num_threads(), "rows": rows, "torch": torch.__version__}
+        found = {"threads": torch.get_num_threads(), "slowdown": shared, "rows": rows}
         given.out.write_text(json.dumps(found))
     disconnect()
 

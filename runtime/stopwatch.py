@@ -12,6 +12,8 @@ from statistics import median, quantiles
 
 NOISE_LIMIT = 0.15
 """Relative uncertainty of a median above which it says too little."""
+MOST_CALLS = 2**20
+"""In a block, if a clock should stand still."""
 Agree = Callable[[Sequence[float]], list[list[float]]]
 
 
@@ -37,7 +39,8 @@ def alone(values: Sequence[float]) -> list[list[float]]:
 class Stopwatch:
     """`block_s`: the least time of a block; `budget_s`: no new round of blocks starts later;
     `blocks`: of a round; `finish` waits until a device has done what it was given; `agree` gives
-    every rank's values to all."""
+    every rank's values to all; `between`: called before every call and not timed, since in a
+    program no call finds the caches as its last run left them."""
 
     block_s: float = 0.003
     budget_s: float = 0.2
@@ -45,10 +48,12 @@ class Stopwatch:
     clock: Callable[[], float] = time.perf_counter
     finish: Callable[[], None] = lambda: None
     agree: Agree = alone
+    between: Callable[[], object] | None = None
 
-    def time(self, call: Callable[[], object]) -> Sample:
-        """The seconds of `call`: rounds of blocks until the median is certain, or the budget is
-        spent. Collective where `agree` is."""
+    def time(self, call: Callable[[], object], warm_up: int = 1) -> Sample:
+        """The seconds of `call`, after `warm_up` calls: rounds of blocks until the median is
+        certain, or the budget is spent. Collective where `agree` is."""
+        self._block(call, warm_up)
         start_s = self.clock()
         calls = self._calls_per_block(call)
         times: list[float] = []
@@ -65,21 +70,40 @@ class Stopwatch:
         return [self.clock() - start_s, *times]
 
     def _calls_per_block(self, call: Callable[[], object]) -> int:
-        """How many calls fill a block on the fastest rank."""
-        self._block(call, 1)
+        """How many calls fill a block on the fastest rank, with what is called between."""
         calls = 1
         while True:
-            least_s = min(row[0] for row in self.agree([self._block(call, calls)]))
-            if least_s * calls >= self.block_s or calls >= 2**20:
+            start_s = self.clock()
+            self._block(call, calls)
+            least_s = min(row[0] for row in self.agree([self.clock() - start_s]))
+            if least_s >= self.block_s or calls >= MOST_CALLS:
                 return calls
-            calls = max(2 * calls, int(self.block_s / max(least_s, 1e-9)) + 1)
+            calls = max(2 * calls, int(self.block_s / max(least_s / calls, 1e-9)) + 1)
 
     def _block(self, call: Callable[[], object], calls: int) -> float:
+        if self.between is not None:
+            return sum(self._one(call, self.between) for _ in range(calls)) / calls
         start_s = self.clock()
         for _ in range(calls):
             call()
         self.finish()
         return (self.clock() - start_s) / calls
+
+    def _one(self, call: Callable[[], object], between: Callable[[], object]) -> float:
+        between()
+        start_s = self.clock()
+        call()
+        return self.clock() - start_s
+
+
+def slowdown(work: Callable[[], object], seconds: float) -> float:
+    """How much longer a thread takes than it computes, while it repeats `work` that long: the
+    processes that want to compute, over the cores there are. 1 on a machine of one's own."""
+    start_s, start_cpu_s = time.perf_counter(), time.thread_time()
+    while time.perf_counter() - start_s < seconds:
+        work()
+    wall_s = time.perf_counter() - start_s
+    return max(1.0, wall_s / max(time.thread_time() - start_cpu_s, 1e-9))
 
 
 def sample_of(times: Sequence[float]) -> Sample:

@@ -54,13 +54,18 @@ def calibrate(
         timings += [measured] if measured["kernels"] or measured["products"] else []
         groups, noisy_groups = collectives_of(found["rows"], count)
         collectives += groups
+        if not found["complete"]:
+            noisy.append(
+                f"{count} processes: time was up after {len(found['rows'])} measurements; the rest "
+                "keeps the catalogue's value. Calibrate while the machine does nothing else"
+            )
         left_out += noisy + noisy_groups
         seconds = time.perf_counter() - start_s
         spread = median(row["spread"] for row in found["rows"])
         say(
             f"  {len(found['rows'])} measurements in {seconds:.0f} s, median spread {spread:.0%}, "
             f"each process is {found['slowdown']:.2f} times as slow as alone, "
-            f"{len(noisy + noisy_groups)} curves too noisy"
+            f"{len(noisy + noisy_groups)} curves left out"
         )
     is_cpu = device == CPU
     calibration = Calibration.from_json(
@@ -104,6 +109,9 @@ def timings_of(
             left_out.append(noise)
         elif name == "product":
             sizes = sorted({row["size"][0] for row in group})
+            if len(group) != len(sizes) ** 3:
+                left_out.append(f"{what}: time was up; the catalogue's value is kept")
+                continue
             us = [row["us"] for row in sorted(group, key=lambda row: row["size"])]
             products.append({"dtype": dtype, "batch": batch, "sizes": sizes, "us": us})
         else:
@@ -215,7 +223,7 @@ def calibrate_command(options: argparse.Namespace) -> int:
     path.write_text(text, encoding="utf-8")
     cluster = Cluster.parse(str(path))  # what is written can be read
     for line in left_out:
-        say(f"too noisy: {line}")
+        say(f"left out: {line}")
     say(f"wrote {path}: {cluster}. Use it as --cluster {path}, or --cluster 2x{path} for 2 devices")
     if options.json:
         print(json.dumps({"status": "ok", "out": str(path), "left_out": left_out}))

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import yaml
 
@@ -87,9 +86,9 @@ def _outcomes(options: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
     """Every program once per round, so that all share the same times of day."""
     cluster = options.cluster or _calibrated(folder / "machine.yaml")
     programs = [
-        _program(name, path, cluster, processes, pin, folder)
+        program
         for name, path in MODELS.items()
-        for processes, pin in PLANS
+        for program in _programs(name, path, cluster, folder)
     ]
     steps: dict[Path, list[tuple[list[float], float]]] = {}
     for number in range(options.rounds):
@@ -110,20 +109,20 @@ def _calibrated(path: Path) -> Path:
     return path
 
 
-def _program(
-    name: str, path: Path, cluster: Path, processes: int, pin: Mapping[str, Any], folder: Path
-) -> Program:
+def _programs(name: str, path: Path, cluster: Path, folder: Path) -> Iterator[Program]:
+    """Traces a model, plans it in every way and writes the programs."""
     model = f"{path}:build"
     loaded: Loaded = sw.load_model(model, device="cpu")
     graph = sw.trace(loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, name=loaded.name)
     ids = loaded.kwargs["input_ids"]
-    plan = sw.plan_graph(
-        graph, sw.Cluster.parse(f"{processes}x{cluster}"), global_batch=ids.shape[0], pin=pin
-    )
-    words = " ".join(f"{axis}={degree}" for axis, degree in pin.items()) or "1 process"
-    out = folder / f"{path.stem}-{words.replace(' ', '-')}"
-    sw.emit(graph, plan).for_model(model, seq=None).write(out, force=True)
-    return Program(name, words, out, plan.prediction.step_s, ids.numel())
+    for processes, pin in PLANS:
+        machine = sw.Cluster.parse(f"{processes}x{cluster}")
+        plan = sw.plan_graph(graph, machine, global_batch=ids.shape[0], pin=pin)
+        words = " ".join(f"{axis}={degree}" for axis, degree in pin.items()) or "1 process"
+        out = folder / f"{path.stem}-{words.replace(' ', '-')}"
+        sw.emit(graph, plan).for_model(model, seq=None).write(out, force=True)
+        print(f"planned {name}, {words}: {plan.prediction.step_s * 1e3:.1f} ms", file=sys.stderr)
+        yield Program(name, words, out, plan.prediction.step_s, ids.numel())
 
 
 def _run(program: Program, steps: int, log: Path) -> tuple[list[float], float]:

@@ -59,7 +59,7 @@ QUICK = Sizes((512, 2**18, 2**22), (16, 128, 512), (16, 128), (8, 64), low_dtype
 
 
 def kernel_calls(sizes: Sizes, device: torch.device) -> Iterator[Call]:
-    """All measurements of one process, cheap ones first in each kind."""
+    """All measurements of one process but products."""
     for name, make in KERNELS.items():
         for size_bytes in sizes.kernel_bytes:
             yield _curve_call(name, make, size_bytes, device)
@@ -201,7 +201,7 @@ def _curve_call(
 def company(device: torch.device) -> Callable[[], None]:
     """One small call of every kind: what runs between two calls of a kernel in a program."""
     calls = [make(COMPANY_BYTES, device) for make in KERNELS.values()]
-    x = torch.randn(64, 64, device=device)
+    x = torch.randn(16, 16, device=device)
     calls += [lambda: torch.einsum("xy,yz->xz", x, x), _views(device)]
 
     def run() -> None:

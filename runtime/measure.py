@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,33 +30,62 @@ BLOCK_S, TIME_SLICE_S = 0.006, 0.012
 """Blocks of kernels and of collectives: the latter wait for each other, for some time slices."""
 BUDGET_S, QUICK_BUDGET_S = 0.1, 0.04
 """Of one measurement; some 300 are made, or 100."""
+LIMIT_S, QUICK_LIMIT_S = 45.0, 12.0
+"""After these seconds of kernels, and of collectives, the rest is not measured: a machine that is
+so busy says little."""
 SHARING_S = 0.5
 """How long all ranks compute at once, to see what each gets of the cores."""
 
 
-def measure(transport: ProcessTransport, *, quick: bool) -> tuple[list[dict[str, Any]], float]:
-    """A row per measurement, and how much longer ranks take than they compute.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A row per measurement; how much longer ranks take than they compute; whether all was
+    measured before time was up."""
+
+    rows: list[dict[str, Any]]
+    slowdown: float
+    complete: bool
+
+
+def measure(transport: ProcessTransport, *, quick: bool) -> Found:
+    """All measurements that fit in the time.
 
     A rank with one thread is timed by the processor's time for it, which nobody else's work is
-    part of, and every time is multiplied by that slowdown; several threads wait for each other,
-    so that only the wall clock sees what they take.
+    part of, and every time is multiplied by the ranks' slowdown; several threads wait for each
+    other, so that only the wall clock sees what they take.
     """
-    rows: list[dict[str, Any]] = []
     _settle_allocator(transport.device)
     others = company(transport.device)
     watch, shared = _kernel_watch(transport, others, quick=quick)
-    for call in _kernels(transport, quick=quick):
+    limit_s = QUICK_LIMIT_S if quick else LIMIT_S
+    kernels = _timed(_kernels(transport, quick=quick), watch, transport, limit_s, shared)
+    group_watch = Stopwatch(
+        TIME_SLICE_S, watch.budget_s, agree=watch.agree, between=watch.between, finish=watch.finish
+    )
+    groups = _timed(_groups(transport, quick=quick), group_watch, transport, limit_s, 1.0)
+    rows = [row for row in (*kernels, *groups) if row is not None]
+    return Found(rows, shared, len(rows) == len(kernels) + len(groups))
+
+
+def _timed(
+    calls: Iterator[Call | GroupCall], watch: Stopwatch, transport: ProcessTransport,
+    limit_s: float, factor: float,
+) -> list[dict[str, Any] | None]:  # fmt: skip
+    """A row per call; None for the first that there was no time for."""
+    rows: list[dict[str, Any] | None] = []
+    end_s = time.perf_counter() + limit_s
+    for call in calls:
+        if _is_over(watch.agree, end_s):
+            return [*rows, None]
         _show(transport, call, len(rows))
         sample = watch.time(call.run, RING + 1)
-        rows.append(_row(call, replace(sample, seconds=sample.seconds * shared)))
-    group_watch = Stopwatch(
-        TIME_SLICE_S, QUICK_BUDGET_S if quick else BUDGET_S, agree=_agreement(transport),
-        between=None if transport.device.type == "cuda" else others, finish=_finish(transport),
-    )  # fmt: skip
-    for group_call in _groups(transport, quick=quick):
-        _show(transport, group_call, len(rows))
-        rows.append(_row(group_call, group_watch.time(group_call.run, 2)))
-    return rows, shared
+        rows.append(_row(call, replace(sample, seconds=sample.seconds * factor)))
+    return rows
+
+
+def _is_over(agree: Agree, end_s: float) -> bool:
+    """Whether the time of some rank is up; all ranks hear the same."""
+    return max(late for late, in agree([time.perf_counter() - end_s])) > 0
 
 
 def _kernel_watch(
@@ -85,8 +114,8 @@ def _kernels(transport: ProcessTransport, *, quick: bool) -> Iterator[Call]:
     is_cuda = transport.device.type == "cuda"
     sizes = QUICK if quick else Sizes(low_dtypes=CUDA_DTYPES) if is_cuda else Sizes()
     if not is_cuda or transport.world_size == 1:
-        yield from kernel_calls(sizes, transport.device)
         yield from product_calls(sizes, transport.device)
+        yield from kernel_calls(sizes, transport.device)
 
 
 def _settle_allocator(device: torch.device) -> None:
@@ -144,10 +173,10 @@ def main() -> None:
     given = parser.parse_args()
     transport = connect_processes()
     with torch.no_grad():
-        rows, shared = measure(transport, quick=given.quick)
+        found = measure(transport, quick=given.quick)
     if transport.rank == 0:
-        found = {"threads": torch.get_num_threads(), "slowdown": shared, "rows": rows}
-        given.out.write_text(json.dumps(found))
+        written = {"threads": torch.get_num_threads(), **asdict(found)}
+        given.out.write_text(json.dumps(written))
     disconnect()
 
 

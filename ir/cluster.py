@@ -118,7 +118,7 @@ class Cluster:
         """`n` CPU processes on this machine, each with its share of the RAM.
 
         The rates are modest round numbers (50 GFLOP/s, 10 GB/s per process, 1 GB/s between two):
-        good for choosing among plans, not for predicting seconds.
+        good for choosing among plans; `shardwright calibrate` measures what predicts seconds.
         """
         if n < 1:
             raise UsageError(f"local:{n}: at least one process is needed.")

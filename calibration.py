@@ -118,8 +118,7 @@ def timings_of(
             head = {"head_dim": head_dim} if head_dim else {}
             kernels.append({"name": name, **head, **_curve(group)})
     found = {
-        "processes": processes, "threads": threads, "step_us": 0.0,
-        "kernels": kernels, "products": products,
+        "processes": processes, "threads": threads, "kernels": kernels, "products": products,
     }  # fmt: skip
     return found, left_out
 

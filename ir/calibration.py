@@ -65,7 +65,6 @@ class Timings:
     threads: int
     kernels: tuple[Kernel, ...] = ()
     products: tuple[Product, ...] = ()
-    step_s: float = 0.0
 
     def kernel_s(self, name: str, size_bytes: float) -> float | None:
         """Seconds of a kind of kernel; None if it was not measured."""
@@ -168,7 +167,7 @@ def _timings_json(timings: Timings) -> dict[str, Any]:
     ]
     return {
         "processes": timings.processes, "threads": timings.threads,
-        "step_us": _us((timings.step_s,))[0], "kernels": kernels, "products": products,
+        "kernels": kernels, "products": products,
     }  # fmt: skip
 
 
@@ -180,7 +179,6 @@ def _timings(value: Mapping[str, Any]) -> Timings:
             Product(p["dtype"], p["batch"], Grid(_floats(p["sizes"]), _seconds(p["us"])))
             for p in value["products"]
         ),
-        value["step_us"] * 1e-6,
     )  # fmt: skip
 
 

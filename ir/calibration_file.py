@@ -12,7 +12,7 @@ from ir.errors import UsageError
 
 FORMAT = "shardwright-calibration/1"
 MEASURED_KEYS = {"format", "made_with", "cores", "timings", "collectives", "left_out"}
-_TIMING_KEYS = {"processes", "threads", "step_us", "kernels", "products"}
+_TIMING_KEYS = {"processes", "threads", "kernels", "products"}
 _KERNEL_KEYS = {"name", "head_dim", "bytes", "us"}
 _PRODUCT_KEYS = {"dtype", "batch", "sizes", "us"}
 _COLLECTIVE_KEYS = {"op", "processes", "members", "members_near", "bytes", "us"}

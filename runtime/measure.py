@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ BUDGET_S, QUICK_BUDGET_S = 0.1, 0.04
 LIMIT_S, QUICK_LIMIT_S = 45.0, 12.0
 """After these seconds of kernels, and of collectives, the rest is not measured: a machine that is
 so busy says little."""
-SHARING_S = 0.5
-"""How long all ranks compute at once, to see what each gets of the cores."""
+SHARING_S, SHARING_EVERY = 0.2, 16
+"""How long all ranks compute at once to see what each gets of the cores, and after how many
+measurements again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +58,26 @@ def measure(transport: ProcessTransport, *, quick: bool) -> Found:
     """
     _settle_allocator(transport.device)
     others = company(transport.device)
-    watch, shared = _kernel_watch(transport, others, quick=quick)
+    watch = _kernel_watch(transport, others, quick=quick)
     limit_s = QUICK_LIMIT_S if quick else LIMIT_S
-    kernels = _timed(_kernels(transport, quick=quick), watch, transport, limit_s, shared)
+    factors: list[float] = []
+    calls = _kernels(transport, quick=quick)
+    if watch.clock is time.thread_time:
+        calls = _sampling(calls, watch.agree, others, factors)
+    kernels = _timed(calls, watch, transport, limit_s)
+    shared = median(factors) if factors else 1.0
     group_watch = Stopwatch(
         TIME_SLICE_S, watch.budget_s, agree=watch.agree, between=watch.between, finish=watch.finish
     )
-    groups = _timed(_groups(transport, quick=quick), group_watch, transport, limit_s, 1.0)
-    rows = [row for row in (*kernels, *groups) if row is not None]
+    groups = _timed(_groups(transport, quick=quick), group_watch, transport, limit_s)
+    rows = [{**row, "us": row["us"] * shared} for row in kernels if row is not None]
+    rows += [row for row in groups if row is not None]
     return Found(rows, shared, len(rows) == len(kernels) + len(groups))
 
 
 def _timed(
-    calls: Iterator[Call | GroupCall], watch: Stopwatch, transport: ProcessTransport,
-    limit_s: float, factor: float,
-) -> list[dict[str, Any] | None]:  # fmt: skip
+    calls: Iterator[Call | GroupCall], watch: Stopwatch, transport: ProcessTransport, limit_s: float
+) -> list[dict[str, Any] | None]:
     """A row per call; None for the first that there was no time for."""
     rows: list[dict[str, Any] | None] = []
     end_s = time.perf_counter() + limit_s
@@ -78,9 +85,19 @@ def _timed(
         if _is_over(watch.agree, end_s):
             return [*rows, None]
         _show(transport, call, len(rows))
-        sample = watch.time(call.run, RING + 1)
-        rows.append(_row(call, replace(sample, seconds=sample.seconds * factor)))
+        rows.append(_row(call, watch.time(call.run, RING + 1)))
     return rows
+
+
+def _sampling(
+    calls: Iterator[Call], agree: Agree, others: Callable[[], None], factors: list[float]
+) -> Iterator[Call]:
+    """The calls, and now and then how much longer the ranks take than they compute."""
+    for number, call in enumerate(calls):
+        if number % SHARING_EVERY == 0:
+            found = agree([slowdown(others, SHARING_S)])
+            factors.append(sum(factor for factor, in found) / len(found))
+        yield call
 
 
 def _is_over(agree: Agree, end_s: float) -> bool:
@@ -90,18 +107,15 @@ def _is_over(agree: Agree, end_s: float) -> bool:
 
 def _kernel_watch(
     transport: ProcessTransport, others: Callable[[], None], *, quick: bool
-) -> tuple[Stopwatch, float]:
-    """How kernels are timed, and the factor on the times."""
+) -> Stopwatch:
+    """How kernels are timed: by the thread's own time where there is one."""
     watch = Stopwatch(
         BLOCK_S, QUICK_BUDGET_S if quick else BUDGET_S, agree=_agreement(transport),
         between=others, finish=_finish(transport),
     )  # fmt: skip
     if transport.device.type == "cuda":
-        return replace(watch, between=None), 1.0
-    if torch.get_num_threads() > 1:
-        return watch, 1.0
-    factors = watch.agree([slowdown(others, SHARING_S)])
-    return replace(watch, clock=time.thread_time), sum(f for f, in factors) / len(factors)
+        return replace(watch, between=None)
+    return watch if torch.get_num_threads() > 1 else replace(watch, clock=time.thread_time)
 
 
 def _groups(transport: ProcessTransport, *, quick: bool) -> Iterator[GroupCall]:

@@ -184,7 +184,7 @@ class StateCost:
 
     `exchanged_bytes` and `gathered_bytes`: gradients and parameters that the data axis moves in
     buckets (`planner.exchange`); what it moves tensor by tensor is in `sync_s`. `summed_bytes`:
-    gradients that every micro-batch adds up.
+    gradients that every micro-batch adds up, of `summed_tensors` parameters.
     """
 
     parameter_bytes: int = 0
@@ -195,6 +195,7 @@ class StateCost:
     exchanged_bytes: int = 0
     gathered_bytes: int = 0
     summed_bytes: int = 0
+    summed_tensors: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -211,6 +212,7 @@ class StateCost:
             sum(item.exchanged_bytes for item in items),
             sum(item.gathered_bytes for item in items),
             sum(item.summed_bytes for item in items),
+            sum(item.summed_tensors for item in items),
         )  # fmt: skip
 
 
@@ -229,7 +231,7 @@ def least_state_cost(item: State, cost: CostModel, optimizer: str, tensor: int) 
     sync_s = cost.collective_s("all_reduce", size_bytes, DATA) if cost.mesh.data > 1 else 0.0
     return StateCost(
         size_bytes, size_bytes, state_bytes, sync_s, cost.optimizer_s(size_bytes, state_bytes),
-        summed_bytes=size_bytes,
+        summed_bytes=size_bytes, summed_tensors=1,
     )  # fmt: skip
 
 
@@ -283,5 +285,5 @@ def state_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateC
     return StateCost(
         stored_bytes // of_parameters, gradient_bytes // of_gradients, state_bytes // of_state,
         sync_s, cost.optimizer_s(held_bytes / of_state, state_bytes / of_state),
-        exchanged, held_bytes, wide.bytes(1),
+        exchanged, held_bytes, wide.bytes(1), 1,
     )  # fmt: skip

@@ -179,7 +179,7 @@ def test_clipping_and_a_scaled_loss_pass_over_wide_gradients() -> None:
 
 def test_products_that_add_to_the_sum_save_a_pass() -> None:
     seconds = [
-        Calibrated(NODES, Mesh(), Traits(fused_accumulation=fused)).accumulate_s(9e9)
+        Calibrated(NODES, Mesh(), Traits(fused_accumulation=fused)).accumulate_s(9e9, 1, 2)
         for fused in (False, True)
     ]
     assert seconds[0] / seconds[1] == pytest.approx(3 / 2)

@@ -31,6 +31,8 @@ from runtime.launch import run_ranks
 from runtime.stopwatch import NOISE_LIMIT
 
 GIB = 2**30
+REACH_BYTES = 2**20
+"""A curve that ends below says nothing about rates."""
 Row = Mapping[str, Any]
 Say = Callable[[str], None]
 
@@ -107,11 +109,10 @@ def timings_of(
         what = f"{' '.join(word for word in words if word)} in {processes} processes"
         if noise := _noise(group, what):
             left_out.append(noise)
+        elif not _reaches(name, group):
+            left_out.append(f"{what}: time was up; the catalogue's value is kept")
         elif name == "product":
             sizes = sorted({row["size"][0] for row in group})
-            if len(group) != len(sizes) ** 3:
-                left_out.append(f"{what}: time was up; the catalogue's value is kept")
-                continue
             us = [row["us"] for row in sorted(group, key=lambda row: row["size"])]
             products.append({"dtype": dtype, "batch": batch, "sizes": sizes, "us": us})
         else:
@@ -121,6 +122,13 @@ def timings_of(
         "processes": processes, "threads": threads, "kernels": kernels, "products": products,
     }  # fmt: skip
     return found, left_out
+
+
+def _reaches(name: str, group: Sequence[Row]) -> bool:
+    """Whether a grid is whole, and a curve goes to where time grows with size."""
+    if name == "product":
+        return len(group) == len({row["size"][0] for row in group}) ** 3
+    return name == "view" or max(row["size"] for row in group) >= REACH_BYTES
 
 
 def collectives_of(rows: Iterable[Row], processes: int) -> tuple[list[dict[str, Any]], list[str]]:

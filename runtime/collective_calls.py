@@ -8,13 +8,14 @@ this rank's tensor for the others. A send goes there and back, and counts half o
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
 from runtime import collectives
 from runtime.mesh import Axis
-from runtime.transport import Channel, Group, Transport
+from runtime.transport import Channel, Transport
 
 SIZES = (64, 512, 2**12, 2**15, 2**18, 2**21, 2**24, 2**26)
 QUICK_SIZES = (64, 2**12, 2**18, 2**22)
@@ -32,49 +33,56 @@ class GroupCall:
 
 
 def collective_calls(transport: Transport, sizes: tuple[int, ...]) -> Iterator[GroupCall]:
-    """Every op in every group size that divides the ranks, and sends between neighbours."""
+    """Every op in every group size that divides the ranks, and sends between neighbours; the large
+    ones last."""
     ranks = transport.world_size
-    for members in (m for m in range(2, ranks + 1) if ranks % m == 0):
-        first = transport.rank // members * members
-        group = transport.group(tuple(range(first, first + members)))
-        axis = Axis("measured", members, group.index, group)
-        for op, make in OPS.items():
-            for size_bytes in sizes:
-                yield GroupCall(op, members, size_bytes, make(axis, group, size_bytes, transport))
-    yield from _sends(transport, sizes)
+    axes = [_axis(transport, m) for m in range(2, ranks + 1) if ranks % m == 0]
+    bounce = _Bounce(transport)
+    for size_bytes in sizes:
+        yield GroupCall("send", 2, size_bytes, bounce.of(_floats(size_bytes, transport)), per=2.0)
+        for axis, (op, make) in product(axes, OPS.items()):
+            yield GroupCall(op, axis.size, size_bytes, make(axis, size_bytes, transport))
+
+
+def _axis(transport: Transport, members: int) -> Axis:
+    """Runs of that many ranks."""
+    first = transport.rank // members * members
+    group = transport.group(tuple(range(first, first + members)))
+    return Axis("measured", members, group.index, group)
 
 
 def _floats(size_bytes: float, transport: Transport) -> torch.Tensor:
     return torch.ones(max(1, int(size_bytes / 4)), device=transport.device)
 
 
-def _all_reduce(axis: Axis, group: Group, size: int, transport: Transport) -> Callable[[], Any]:
+def _all_reduce(axis: Axis, size: int, transport: Transport) -> Callable[[], Any]:
     x = _floats(size, transport)
     return lambda: collectives.all_reduce(x, axis)
 
 
-def _all_gather(axis: Axis, group: Group, size: int, transport: Transport) -> Callable[[], Any]:
+def _all_gather(axis: Axis, size: int, transport: Transport) -> Callable[[], Any]:
     x = _floats(size / axis.size, transport)
     return lambda: collectives.all_gather(x, axis, 0)
 
 
-def _reduce_scatter(axis: Axis, group: Group, size: int, transport: Transport) -> Callable[[], Any]:
+def _reduce_scatter(axis: Axis, size: int, transport: Transport) -> Callable[[], Any]:
     x = _floats(size / axis.size, transport).repeat(axis.size)
     return lambda: collectives.reduce_scatter(x, axis, 0)
 
 
-def _all_to_all(axis: Axis, group: Group, size: int, transport: Transport) -> Callable[[], Any]:
+def _all_to_all(axis: Axis, size: int, transport: Transport) -> Callable[[], Any]:
     rows = max(1, int(size / 4 / axis.size**2))
     x = torch.ones(rows * axis.size, axis.size, device=transport.device)
     return lambda: collectives.all_to_all(x, axis, 0, 1)
 
 
-def _broadcast(axis: Axis, group: Group, size: int, transport: Transport) -> Callable[[], Any]:
-    x = _floats(size, transport)
+def _broadcast(axis: Axis, size: int, transport: Transport) -> Callable[[], Any]:
+    x, group = _floats(size, transport), axis.group
+    assert group is not None  # an axis of several ranks has one
     return lambda: group.broadcast(x, 0)
 
 
-OPS: dict[str, Callable[[Axis, Group, int, Transport], Callable[[], Any]]] = {
+OPS: dict[str, Callable[[Axis, int, Transport], Callable[[], Any]]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
@@ -83,26 +91,27 @@ OPS: dict[str, Callable[[Axis, Group, int, Transport], Callable[[], Any]]] = {
 }
 
 
-def _sends(transport: Transport, sizes: tuple[int, ...]) -> Iterator[GroupCall]:
-    """Ranks 0 and 1, 2 and 3, ...: a tensor there and back; an odd last rank has no neighbour."""
-    rank, pair = transport.rank, transport.rank // 2 * 2
-    has_pair = pair + 1 < transport.world_size
-    there = transport.channel(pair, pair + 1) if has_pair else None
-    back = transport.channel(pair + 1, pair) if has_pair else None
-    for size_bytes in sizes:
-        x = _floats(size_bytes, transport)
-        run: Callable[[], Any] = partial(_bounce, x, there, back, is_first=rank == pair)
-        yield GroupCall("send", 2, size_bytes, run, per=2.0)
+class _Bounce:
+    """A tensor there and back between ranks 0 and 1, 2 and 3, ...; an odd last rank only waits."""
 
+    def __init__(self, transport: Transport) -> None:
+        pair = transport.rank // 2 * 2
+        self._is_first = transport.rank == pair
+        self._channels: tuple[Channel, Channel] | None = None
+        if pair + 1 < transport.world_size:
+            there, back = (pair, pair + 1), (pair + 1, pair)
+            self._channels = transport.channel(*there), transport.channel(*back)
 
-def _bounce(
-    x: torch.Tensor, there: Channel | None, back: Channel | None, *, is_first: bool
-) -> torch.Tensor | None:
-    if there is None or back is None:
-        return None
-    if is_first:
-        there.send(x)
-        return back.receive(tuple(x.shape), x.dtype)
-    found = there.receive(tuple(x.shape), x.dtype)
-    back.send(found)
-    return found
+    def of(self, x: torch.Tensor) -> Callable[[], Any]:
+        """The call that bounces `x`."""
+        return partial(self._run, x)
+
+    def _run(self, x: torch.Tensor) -> None:
+        if self._channels is None:
+            return
+        there, back = self._channels
+        if self._is_first:
+            there.send(x)
+            back.receive(tuple(x.shape), x.dtype)
+        else:
+            back.send(there.receive(tuple(x.shape), x.dtype))

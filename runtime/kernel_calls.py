@@ -61,23 +61,21 @@ QUICK = Sizes((512, 2**18, 2**22), (16, 128, 512), (16, 128), (8, 64), low_dtype
 
 
 def kernel_calls(sizes: Sizes, device: torch.device) -> Iterator[Call]:
-    """All measurements of one process but products."""
-    for name, make in KERNELS.items():
-        for size_bytes in sizes.kernel_bytes:
-            yield _curve_call(name, make, size_bytes, device)
+    """All measurements of one process but products, the large ones last."""
     yield Call("view", 1.0, _views(device), per=3.0)
-    for name, kind in (("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)):
-        for size_bytes in sizes.kernel_bytes:
-            update = _update(kind, size_bytes, device)
-            yield Call(name, float(size_bytes), update, per=float(ADAMW_TENSORS))
     for queries, depth in product(sizes.queries, sizes.head_dims):
         yield from _attention_calls(queries, depth, device)
+    for size_bytes in sizes.kernel_bytes:
+        for name, make in KERNELS.items():
+            yield _curve_call(name, make, size_bytes, device)
+        for name, kind in (("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)):
+            update = _update(kind, size_bytes, device)
+            yield Call(name, float(size_bytes), update, per=float(ADAMW_TENSORS))
 
 
-def product_calls(sizes: Sizes, device: torch.device) -> Iterator[Call]:
+def product_calls(sides: tuple[int, ...], dtype: str, device: torch.device) -> Iterator[Call]:
     """Products over the grid of sides, one by one and in batches."""
-    for dtype, batch in product(("float32", *sizes.low_dtypes), BATCHES):
-        sides = sizes.sides if dtype == "float32" else sizes.low_sides
+    for batch in BATCHES:
         sides = sides if batch == 1 else tuple(s for s in sides if s <= LARGEST_BATCHED)
         for m, n, k in product(sides, repeat=3):
             kind = getattr(torch, dtype)

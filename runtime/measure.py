@@ -31,7 +31,7 @@ BLOCK_S, TIME_SLICE_S = 0.006, 0.012
 """Blocks of kernels and of collectives: the latter wait for each other, for some time slices."""
 BUDGET_S, QUICK_BUDGET_S = 0.1, 0.04
 """Of one measurement; some 300 are made, or 100."""
-LIMIT_S, QUICK_LIMIT_S = 45.0, 12.0
+LIMIT_S, QUICK_LIMIT_S = 35.0, 12.0
 """After these seconds of kernels, and of collectives, the rest is not measured: a machine that is
 so busy says little."""
 SHARING_S, SHARING_EVERY = 0.2, 16
@@ -128,8 +128,10 @@ def _kernels(transport: ProcessTransport, *, quick: bool) -> Iterator[Call]:
     is_cuda = transport.device.type == "cuda"
     sizes = QUICK if quick else Sizes(low_dtypes=CUDA_DTYPES) if is_cuda else Sizes()
     if not is_cuda or transport.world_size == 1:
-        yield from product_calls(sizes, transport.device)
+        yield from product_calls(sizes.sides, "float32", transport.device)
         yield from kernel_calls(sizes, transport.device)
+        for dtype in sizes.low_dtypes:
+            yield from product_calls(sizes.low_sides, dtype, transport.device)
 
 
 def _settle_allocator(device: torch.device) -> None:

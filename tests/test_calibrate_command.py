@@ -21,8 +21,8 @@ def row(size: float, us: float, noise: float = 0.01) -> dict:
 
 
 def test_a_steady_curve_is_kept() -> None:
-    found, left_out = timings_of([row(512, 3.0), row(4096, 9.0)], 2, 1)
-    assert found["kernels"] == [{"name": "exp", "bytes": [512, 4096], "us": [3.0, 9.0]}]
+    found, left_out = timings_of([row(512, 3.0), row(2**20, 900.0)], 2, 1)
+    assert found["kernels"] == [{"name": "exp", "bytes": [512, 2**20], "us": [3.0, 900.0]}]
     assert (found["processes"], found["threads"], left_out) == (2, 1, [])
 
 
@@ -30,6 +30,12 @@ def test_a_noisy_curve_is_left_out_and_named() -> None:
     found, left_out = timings_of([row(512, 3.0, 0.4), row(4096, 9.0, 0.3)], 2, 1)
     assert found["kernels"] == []
     assert "exp" in left_out[0] and "35%" in left_out[0] and "catalogue" in left_out[0]
+
+
+def test_a_curve_that_time_cut_short_is_left_out() -> None:
+    found, left_out = timings_of([row(512, 3.0), row(4096, 9.0)], 2, 1)
+    assert found["kernels"] == []
+    assert "time was up" in left_out[0]
 
 
 def test_noisy_collectives_are_left_out_too() -> None:

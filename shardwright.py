@@ -31,8 +31,10 @@ from planner.trace_file import write_trace
 from prediction import add_predict_command, predict
 from runtime.batch import tensor_leaves
 from runtime.compare import (
+    ERRORS,
     Run,
     Training,
+    badness,
     compare,
     own_precision_error,
     run_plain,
@@ -50,7 +52,6 @@ __all__ = [
 ]  # fmt: skip
 
 OK, USAGE, REFUSED, DIFFERENT, INTERRUPTED = 0, 2, 3, 4, 130
-ERRORS = ("loss_rel_err", "grad_rel_err", "param_rel_err")
 UNKNOWN: dict[str, Any] = dict.fromkeys(("status", "plan", *ERRORS, "worst", "reason"))
 load_plan = Plan.load
 
@@ -262,18 +263,12 @@ def _check_command(options: argparse.Namespace) -> int:
         raise UsageError("say how many ranks with --devices N, or for which hardware: --cluster")
     loaded = load_model(options.model, seq=options.seq, batch=options.batch, device="cpu")
     results = check(loaded, devices, pin=_pins(options), steps=options.steps or 2)
-    worst = max(results, key=_badness)
+    worst = max(results, key=badness)
     if options.json:
         print(json.dumps({**worst, "combinations": results} if len(results) > 1 else worst))
     else:
         print("\n".join(_check_lines(loaded, results)))
     return {"ok": OK, "mismatch": DIFFERENT, "refused": REFUSED}[worst["status"]]
-
-
-def _badness(result: Mapping[str, Any]) -> tuple[int, float]:
-    """A mismatch is worse than a match, a match says more than a refusal; then by size."""
-    errors = [result[key] or 0.0 for key in ERRORS]
-    return ["refused", "ok", "mismatch"].index(result["status"]), max(errors)
 
 
 def _check_lines(loaded: Loaded, results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -319,10 +314,7 @@ MODEL = (
     "FILE.py:build (a function that returns model, args, kwargs; optional loss(output) beside it), "
     "hf:PATH/config.json, or hf:NAME such as hf:llama-3-8b"
 )
-CLUSTER = (
-    "the hardware: 4x8xH100-SXM (nodes x devices x kind), local:4, or the file that `calibrate` "
-    "wrote, or a cluster.yaml; 2xFILE for 2 devices of it"
-)
+CLUSTER = "the hardware: 4x8xH100-SXM (nodes x devices x kind), local:4, FILE.yaml, or 2xFILE.yaml"
 PIN = (
     "fix decisions, comma-separated: pipeline=2, data=2, tensor=2, micro_batches=4, schedule=1f1b, "
     "gpipe, zero-bubble or interleaved (then also virtual_stages=2), recompute=none, selective or "

@@ -91,22 +91,24 @@ def _graph(model: Any, row: Row, batch: Any, options: Mapping[str, Any]) -> Grap
     return trace(model, tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), **options)
 
 
-def predict_rows(rows: Sequence[Row]) -> list[dict[str, str]]:
+def predict_rows(rows: Sequence[Row], cluster: Cluster | None = None) -> list[dict[str, str]]:
     """A record per row, in order; long tables are shared by a process per core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if len(rows) <= FEW_ROWS or (cores or 1) < 2:
-        return list(predict_table(rows, RowGraphs()))
+        return _predict_part(rows, cluster)
     parts = _shares(rows, min(cores or 1, 8))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(parts), mp_context=context) as pool:
-        found = [*pool.map(_predict_part, [[rows[i] for i in part] for part in parts])]
+        found = [*pool.map(
+            _predict_part, [[rows[i] for i in part] for part in parts], [cluster] * len(parts)
+        )]  # fmt: skip
     placed = {i: item for part, items in zip(parts, found, strict=True)
               for i, item in zip(part, items, strict=True)}  # fmt: skip
     return [placed[i] for i in range(len(rows))]
 
 
-def _predict_part(rows: Sequence[Row]) -> list[dict[str, str]]:
-    return list(predict_table(rows, RowGraphs()))
+def _predict_part(rows: Sequence[Row], cluster: Cluster | None) -> list[dict[str, str]]:
+    return list(predict_table(rows, RowGraphs(), cluster))
 
 
 def _shares(rows: Sequence[Row], count: int) -> list[list[int]]:
@@ -135,26 +137,29 @@ def summary(records: Sequence[Mapping[str, str]]) -> str:
 def predict_command(options: argparse.Namespace) -> int:
     """`shardwright predict`: writes the records, or explains one row; 0 also with refusals."""
     rows = read_rows(options.rows)
+    cluster = Cluster.parse(options.cluster) if options.cluster else None
     if options.explain:
         chosen = next((row for row in rows if row.get("id") == options.explain), None)
         if chosen is None:
             raise UsageError(f"{options.rows} has no row with the id {options.explain!r}")
-        found = predict_row(Predictor(), chosen, RowGraphs())
+        found = predict_row(Predictor(), chosen, RowGraphs(), cluster)
         print(json.dumps(record(options.explain, found)) if options.json else explain(found))
         return 0
     if not (options.out or options.json):
         raise UsageError("say where to write the predictions with --out PRED.csv, or use --json")
-    records = _written(rows, options) if options.out else predict_rows(rows)
+    records = _written(rows, options, cluster) if options.out else predict_rows(rows, cluster)
     if options.json:
         print(json.dumps({"rows": records, "summary": summary(records)}))
     print(summary(records), file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
-def _written(rows: Sequence[Row], options: argparse.Namespace) -> list[dict[str, str]]:
+def _written(
+    rows: Sequence[Row], options: argparse.Namespace, cluster: Cluster | None
+) -> list[dict[str, str]]:
     """Predicts once it is sure that the result can be written."""
     with whole_file(options.out, source=options.rows) as handle:
-        records = predict_rows(rows)
+        records = predict_rows(rows, cluster)
         write_rows(handle, COLUMNS, records)
     return records
 
@@ -169,6 +174,9 @@ def add_predict_command(commands: Any) -> None:
     command = commands.add_parser("predict", help=text.partition(". ")[0], description=text)
     command.add_argument("rows", metavar="ROWS.csv", help="the table of configurations")
     command.add_argument("--out", metavar="PRED.csv", help="where to write the predictions")
+    command.add_argument(
+        "--cluster", metavar="SPEC", help="predict for this hardware, not the one that rows state"
+    )
     command.add_argument("--explain", metavar="ID", help="print where that row's time and bytes go")
     command.add_argument("--json", action="store_true", help="print JSON on stdout")
     command.set_defaults(run=predict_command)

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from calibration import add_calibrate_command
 from codegen import Program, emit, load
 from ir.cluster import Cluster
 from ir.errors import Different, ShardwrightError, UsageError
@@ -30,8 +31,10 @@ from planner.trace_file import write_trace
 from prediction import add_predict_command, predict
 from runtime.batch import tensor_leaves
 from runtime.compare import (
+    ERRORS,
     Run,
     Training,
+    badness,
     compare,
     own_precision_error,
     run_plain,
@@ -49,7 +52,6 @@ __all__ = [
 ]  # fmt: skip
 
 OK, USAGE, REFUSED, DIFFERENT, INTERRUPTED = 0, 2, 3, 4, 130
-ERRORS = ("loss_rel_err", "grad_rel_err", "param_rel_err")
 UNKNOWN: dict[str, Any] = dict.fromkeys(("status", "plan", *ERRORS, "worst", "reason"))
 load_plan = Plan.load
 
@@ -103,7 +105,7 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def check(
-    loaded: Loaded, devices: int, *, pin: Mapping[str, Any] | None = None, steps: int = 2
+    loaded: Loaded, devices: int | Cluster, *, pin: Mapping[str, Any] | None = None, steps: int = 2
 ) -> list[dict[str, Any]]:
     """Compare the program of a plan with the plain model, all ranks in this process, in float64.
 
@@ -112,10 +114,11 @@ def check(
     grad_rel_err, param_rel_err, worst and reason.
     """
     checker = _Checker(loaded, steps)
+    cluster = devices if isinstance(devices, Cluster) else Cluster.local(devices)
     pin = dict(pin or {})
     fixed = pin.keys() & {"pipeline", "data", "tensor"}
-    splits = [{}] if fixed else [asdict(mesh) for mesh in meshes(Pins(), devices)]
-    return [checker.check(devices, pin | split) for split in splits]
+    splits = [{}] if fixed else [asdict(mesh) for mesh in meshes(Pins(), cluster.n_devices)]
+    return [checker.check(cluster, pin | split) for split in splits]
 
 
 class _Checker:
@@ -157,8 +160,7 @@ class _Checker:
     def run(self, chosen: Plan) -> Run:
         return run_program(*load(emit(self.graph, chosen)), self.model, *self.batch, self.training)
 
-    def check(self, devices: int, pin: Mapping[str, Any]) -> dict[str, Any]:
-        cluster = Cluster.local(devices)
+    def check(self, cluster: Cluster, pin: Mapping[str, Any]) -> dict[str, Any]:
         try:
             chosen = plan_graph(self.graph, cluster, global_batch=self.rows, pin=dict(pin))
             found = compare(self.run(chosen), self.plain, update=self.training.lr)
@@ -256,20 +258,17 @@ def _run_command(options: argparse.Namespace) -> int:
 
 
 def _check_command(options: argparse.Namespace) -> int:
+    devices = Cluster.parse(options.cluster) if options.cluster else options.devices
+    if devices is None:
+        raise UsageError("say how many ranks with --devices N, or for which hardware: --cluster")
     loaded = load_model(options.model, seq=options.seq, batch=options.batch, device="cpu")
-    results = check(loaded, options.devices, pin=_pins(options), steps=options.steps or 2)
-    worst = max(results, key=_badness)
+    results = check(loaded, devices, pin=_pins(options), steps=options.steps or 2)
+    worst = max(results, key=badness)
     if options.json:
         print(json.dumps({**worst, "combinations": results} if len(results) > 1 else worst))
     else:
         print("\n".join(_check_lines(loaded, results)))
     return {"ok": OK, "mismatch": DIFFERENT, "refused": REFUSED}[worst["status"]]
-
-
-def _badness(result: Mapping[str, Any]) -> tuple[int, float]:
-    """A mismatch is worse than a match, a match says more than a refusal; then by size."""
-    errors = [result[key] or 0.0 for key in ERRORS]
-    return ["refused", "ok", "mismatch"].index(result["status"]), max(errors)
 
 
 def _check_lines(loaded: Loaded, results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -315,7 +314,7 @@ MODEL = (
     "FILE.py:build (a function that returns model, args, kwargs; optional loss(output) beside it), "
     "hf:PATH/config.json, or hf:NAME such as hf:llama-3-8b"
 )
-CLUSTER = "the hardware: 4x8xH100-SXM (nodes x devices x kind), local:4, or a cluster.yaml"
+CLUSTER = "the hardware: 4x8xH100-SXM (nodes x devices x kind), local:4, FILE.yaml, or 2xFILE.yaml"
 PIN = (
     "fix decisions, comma-separated: pipeline=2, data=2, tensor=2, micro_batches=4, schedule=1f1b, "
     "gpipe, zero-bubble or interleaved (then also virtual_stages=2), recompute=none, selective or "
@@ -339,7 +338,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--force": {"action": "store_true", "help": "overwrite a program that is already there"},
     "--steps": {"type": _count, "metavar": "N", "help": "training steps (run: 20, check: 2)"},
     "--lr": {"type": float, "default": 1e-3, "help": "AdamW's rate (default %(default)s)"},
-    "--devices": {"type": _count, "metavar": "N", "required": True, "help": "how many ranks"},
+    "--devices": {"type": _count, "metavar": "N", "help": "how many ranks"},
     "--json": {"action": "store_true", "help": "print JSON on stdout"},
 }
 DECISIONS = ("--seq", "--batch", "--cluster", "--global-batch", "--micro-batches", "--pin")
@@ -364,7 +363,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], tuple[str, ...], 
     ),
     "check": (
         _check_command,
-        ("--seq", "--batch", "--devices", "--micro-batches", "--pin", "--steps"),
+        ("--seq", "--batch", "--devices", "--cluster", "--micro-batches", "--pin", "--steps"),
         "Compare a plan's program with the plain model: loss, every gradient, parameters after "
         "the steps, buffers, replicas. All ranks run in this process, in float64. Without mesh "
         "degrees in --pin, every split of the devices is tried. Exit code 4: numbers differ.",
@@ -394,6 +393,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(flag, **FLAGS[flag])
         command.set_defaults(run=run)
     add_predict_command(commands)
+    add_calibrate_command(commands)
     return parser
 
 

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ir.calibration import Calibration
 from ir.cluster_file import read_cluster_file
 from ir.detect import detected_spec
 from ir.device import GIB, Device, Link
@@ -21,7 +22,7 @@ from ir.errors import UsageError
 from ir.machines import Host, MemoryLevel, memory_levels, usual_host
 from ir.mixed import Nodes, Part, join
 from ir.spec import read_spec
-from ir.topology import NODE, Level, named_device
+from ir.topology import NODE, Level, cpu_device, local_levels, named_device, ram_bytes
 from ir.topology_text import levels_from_nccl_xml, levels_from_nvidia_smi
 from ir.yaml_values import read_text
 
@@ -39,6 +40,7 @@ class Cluster:
     `device` is in every place; where `nodes` hold different ones (in rank order), it is the
     slowest with the least memory of them. `usd_per_hour`: of the whole cluster, 0 if not known.
     `own_host`: what the host has for each device, where it is not the usual machine's.
+    `calibration`: what was measured of these devices.
     """
 
     device: Device
@@ -46,6 +48,7 @@ class Cluster:
     nodes: tuple[Nodes, ...] = ()
     usd_per_hour: float = 0.0
     own_host: Host | None = None
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         if self.n_devices > MOST_DEVICES:
@@ -104,7 +107,10 @@ class Cluster:
         '4x8 H100-SXM'
         """
         if spec.endswith((".yaml", ".yml")):
-            return Cluster(**read_cluster_file(Path(spec)))
+            counted = None if Path(spec).exists() else re.fullmatch(r"(\d+)x(.+)", spec)
+            if counted is None:
+                return Cluster(**read_cluster_file(Path(spec)))
+            return Cluster(**read_cluster_file(Path(counted[2]), int(counted[1])))
         if spec.endswith(".xml"):
             return Cluster.from_nccl_xml(read_text(Path(spec)))
         compact = re.sub(r"\s", "", spec)
@@ -141,20 +147,12 @@ class Cluster:
         """`n` CPU processes on this machine, each with its share of the RAM.
 
         The rates are modest round numbers (50 GFLOP/s, 10 GB/s per process, 1 GB/s between two):
-        good for choosing among plans, not for predicting seconds.
+        good for choosing among plans; `shardwright calibrate` measures what predicts seconds.
         """
         if n < 1:
             raise UsageError(f"local:{n}: at least one process is needed.")
-        memory_bytes = int(memory_GiB * GIB) if memory_GiB is not None else _ram_bytes() // n
-        rates = (("float32", 50e9), ("float64", 25e9), ("bfloat16", 25e9), ("float16", 25e9))
-        device = Device(
-            name="CPU",
-            peaks=rates,
-            memory_bytes=memory_bytes,
-            memory_bandwidth_bytes_per_s=10e9,
-            reserve_bytes=min(memory_bytes // 10, GIB // 2),
-        )
-        return Cluster(device, (Level(n, Link("shared memory", 1e9, 50e-6)),))
+        memory_bytes = int(memory_GiB * GIB) if memory_GiB is not None else ram_bytes() // n
+        return Cluster(cpu_device(memory_bytes), local_levels(n))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file; `from_json` reads them back to an equal cluster."""
@@ -173,6 +171,8 @@ class Cluster:
             facts["usd_per_hour"] = self.usd_per_hour
         if self.own_host:
             facts["own_host"] = asdict(self.own_host)
+        if self.calibration:
+            facts["calibration"] = self.calibration.to_json()
         return facts
 
     @staticmethod
@@ -180,12 +180,14 @@ class Cluster:
         """The cluster that `to_json` wrote; `UsageError` if the value has another shape."""
         try:
             levels = tuple(_level_from_json(level) for level in value["levels"])
+            measured = value.get("calibration")
             return Cluster(
                 _device_from_json(value["device"]),
                 levels,
                 tuple(Nodes(n, _device_from_json(item)) for n, item in value.get("nodes", ())),
                 value.get("usd_per_hour", 0.0),
                 Host(**value["own_host"]) if "own_host" in value else None,
+                Calibration.from_json(measured) if measured else None,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"this is not a cluster written by to_json: {error!r}.") from error
@@ -305,7 +307,3 @@ def _level_json(level: Level) -> dict[str, Any]:
 def _level_from_json(value: Mapping[str, Any]) -> Level:
     values: dict[str, Any] = {**value, "link": Link(**value["link"])}
     return Level(**{**values, "port_rates": tuple(value.get("port_rates", ()))})
-
-
-def _ram_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

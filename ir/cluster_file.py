@@ -1,26 +1,34 @@
 """Reads cluster.yaml: a device and either two bandwidths or named levels, each key optional.
 
-Input: the file's path. Output: what a `Cluster` holds. A bandwidth that is given is taken as
-sustained, in GB/s per direction and port (NIC). `nodes` may be a list of different nodes, and
+Input: the file's path. Output: what a `Cluster` holds, also what was measured of it, if
+`shardwright calibrate` wrote the file. A bandwidth that is given is taken as sustained, in GB/s per
+direction and port (NIC). `nodes` may be a list of different nodes, and
 `topology` a file that a tool wrote on one of the nodes.
 """
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, TypedDict
 
+from ir.calibration import Calibration
+from ir.calibration_file import MEASURED_KEYS, read_calibration
 from ir.device import GIB, Device, Link, inner_link
 from ir.errors import UsageError
 from ir.machines import GB, Host, Machine, find_machine, machine_names, usual_host
 from ir.mixed import Nodes, Part, join
 from ir.spec import machine_levels
 from ir.topology import (
+    CPU,
     DOMAIN,
     NODE,
     Level,
+    cpu_device,
+    local_levels,
     named_device,
     network,
     pcie,
+    ram_bytes,
     reduction_rate,
     usual_levels,
 )
@@ -67,21 +75,52 @@ class Described(TypedDict, total=False):
     nodes: tuple[Nodes, ...]
     usd_per_hour: float
     own_host: Host
+    calibration: Calibration
 
 
-def read_cluster_file(path: Path) -> Described:
-    """What a cluster.yaml describes; `UsageError` names a wrong key."""
-    values = load_yaml(path)
-    where = str(path)
-    check_keys(values, _FILE_KEYS, where)
+def read_cluster_file(path: Path, devices: int | None = None) -> Described:
+    """What a cluster.yaml describes; `devices` replaces `devices_per_node`. `UsageError` names a
+    wrong key."""
+    values, where = load_yaml(path), str(path)
+    calibration = read_calibration(values, where)
+    check_keys(values, _FILE_KEYS | (MEASURED_KEYS if calibration else set()), where)
+    if devices is not None:
+        values = _with_devices(values, devices, where)
     if isinstance(values.get("nodes"), list):
+        if calibration:
+            raise UsageError(f"{where}: nodes that differ can't share what was measured of one.")
         return _mixed(values, where)
     found = _alike(values, path)
+    if calibration:
+        found["calibration"] = calibration.on(prod(level.size for level in found["levels"]))
     if usd := _usd_per_hour(values, Part(found["device"], found["levels"]), where):
         found["usd_per_hour"] = usd
     if host := _own_host(values, found["device"], where):
         found["own_host"] = host
     return found
+
+
+def _with_devices(values: Values, devices: int, where: str) -> Values:
+    for key in ("levels", "topology", "machine"):
+        if key in values:
+            raise UsageError(f"{where} has `{key}`, which says how many devices there are.")
+    if isinstance(values.get("nodes"), list):
+        raise UsageError(f"{where}: its `nodes` differ; say in them how many devices there are.")
+    return values | {"devices_per_node": devices}
+
+
+def _processes(values: Values, where: str) -> Described:
+    """CPU processes of one machine, each with its share of `memory_GiB`."""
+    wrong = {"levels", "topology", "nodes", "inter_bandwidth_GBps", "inter_latency_us"}
+    if other := sorted(wrong & set(values)):
+        raise UsageError(f"{where}: `{other[0]}` is for GPUs; a CPU is one machine.")
+    count = whole(values, "devices_per_node", where, 1)
+    all_bytes = ram_bytes()
+    if "memory_GiB" in values:
+        all_bytes = int(positive(values, "memory_GiB", where) * GIB)
+    kept = {key: value for key, value in values.items() if key == "reserve_GiB"}
+    device = _with_memory(cpu_device(all_bytes // count), kept, where)
+    return Described(device=device, levels=_overridden_levels(local_levels(count), values, where))
 
 
 def _alike(values: Values, path: Path) -> Described:
@@ -93,6 +132,8 @@ def _alike(values: Values, path: Path) -> Described:
     name = values.get("device")
     if not isinstance(name, str):
         raise UsageError(f"{where}: `device` must name a device (device: H100-SXM), not {name!r}.")
+    if name == CPU:
+        return _processes(values, where)
     device = _with_memory(named_device(name), values, where)
     levels = _levels(name, values, path)
     if machine is not None:

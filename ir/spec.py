@@ -16,7 +16,8 @@ GRAMMAR = (
     "Write [NODES x] [DEVICES x] DEVICE, for example 4x8xH100-SXM (4 nodes of 8), 8xA100-80GB, "
     "H200-SXM, H100-SXM:3g.40gb (a MIG slice), 2x8xH100-SXM+2x8xA100-80GB (different nodes); or "
     "[COUNT x] MACHINE, such as 4xDGX-H100 or p5.48xlarge; or local:4 for 4 processes on this "
-    "machine; or the path of a cluster.yaml."
+    "machine; or the path of a cluster.yaml; 2xmachine.yaml for 2 devices per node of what it "
+    "describes."
 )
 MOST_IN_A_NODE = 16
 """Devices; HGX-2 and the largest PCIe boxes hold as many."""

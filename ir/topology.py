@@ -4,12 +4,14 @@ Input: a device name and counts, as people write them. Output: the `Device` (who
 of one) and the `Level`s of a usual machine with it, innermost first.
 """
 
+import os
 from dataclasses import dataclass, replace
 
-from ir.device import Device, Link, find_device, inner_link, network_link, pcie_bytes_per_s
+from ir.device import GIB, Device, Link, find_device, inner_link, network_link, pcie_bytes_per_s
 from ir.errors import UsageError
 from ir.mig import mig_slice, slices_per_device
 
+CPU = "CPU"
 NODE, DOMAIN, NETWORK = "node", "NVLink domain", "network"
 
 # Part of the links' sustained rate that an NVSwitch's own reductions reach (NVLS), NCCL 2.30.7
@@ -67,6 +69,28 @@ def named_device(name: str) -> Device:
     """
     whole, colon, profile = name.partition(":")
     return mig_slice(find_device(whole), profile) if colon else find_device(whole)
+
+
+def cpu_device(memory_bytes: int) -> Device:
+    """A process on a CPU: modest round rates, 50 GFLOP/s and 10 GB/s."""
+    rates = (("float32", 50e9), ("float64", 25e9), ("bfloat16", 25e9), ("float16", 25e9))
+    return Device(
+        name=CPU,
+        peaks=rates,
+        memory_bytes=memory_bytes,
+        memory_bandwidth_bytes_per_s=10e9,
+        reserve_bytes=min(memory_bytes // 10, GIB // 2),
+    )
+
+
+def local_levels(processes: int) -> tuple[Level, ...]:
+    """What joins processes of one machine: its memory, at 1 GB/s."""
+    return (Level(processes, Link("shared memory", 1e9, 50e-6)),)
+
+
+def ram_bytes() -> int:
+    """This machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def usual_levels(name: str, nodes: int, devices_per_node: int) -> tuple[Level, ...]:

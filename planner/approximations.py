@@ -20,6 +20,7 @@ from planner.ports import divides
 LARGE_SHARE = 0.01
 """A parameter with more than this part of all parameters is worth a note when it is not cut."""
 ROOFLINE_NOTE = "seconds are a roofline and alpha-beta estimate from data sheets, not measured"
+MEASURED_NOTE = "seconds are interpolated in measurements of this machine"
 SHAPE_NOTE = "seconds are estimated by shape from published measurements, not measured here"
 
 
@@ -38,7 +39,7 @@ def approximations(work: Workload, best: Evaluated, cluster: Cluster) -> tuple[s
         notes += [*_whole_parameters(work, best), *_whole_work(best)]
     if mesh.tensor > 1 and not divides_something(work.kinds, mesh.tensor):
         notes.append(f"tensor={mesh.tensor} divides no factor: its ranks all do the same work")
-    notes.append(ROOFLINE_NOTE if cluster.device.sm_count == 0 else SHAPE_NOTE)
+    notes.append(_how_priced(cluster))
     return tuple(dict.fromkeys(notes))
 
 
@@ -51,6 +52,12 @@ def _unlike_devices(cluster: Cluster) -> list[str]:
         f"{cluster}: every device is taken as {device.name} with {device.usable_bytes / GIB:.1f} "
         "usable GiB, the slowest of them with the least memory; the others wait"
     ]
+
+
+def _how_priced(cluster: Cluster) -> str:
+    if cluster.calibration is not None:
+        return MEASURED_NOTE
+    return ROOFLINE_NOTE if cluster.device.sm_count == 0 else SHAPE_NOTE
 
 
 def _unknown_operations(work: Workload) -> list[str]:

@@ -87,16 +87,24 @@ class Bounds:
         more_s += state.gather_s + state.scatter_s
         step_s = self._step_s(candidate, pace_s + more_s / ranks, total_s + more_s)
         if splits_backward(candidate.schedule):
-            step_s += (candidate.stages - 1) * send_s
+            step_s += (candidate.stages - 1) * send_s / self._sharing(candidate)
         return step_s + (state.sync_s + state.update_s) / ranks
 
     def _step_s(self, candidate: Candidate, pace_s: float, sum_s: float) -> float:
-        """Seconds of the pipeline, of a slowest rank and all ranks together. Zero-bubble hides no
-        more than all backwards in the fill (`planner.schedule`)."""
+        """Seconds of the pipeline, of a slowest rank and all ranks together, by the rules of
+        `planner.schedule`: zero-bubble hides no more than all backwards in the fill, and ranks
+        that share cores are faster while others wait."""
         count, virtual = candidate.micro_batches, candidate.virtual_stages
         if splits_backward(candidate.schedule):
-            return (count - 1) * pace_s + self._forward_s(candidate)
-        return count * pace_s + max(0.0, sum_s - pace_s) / virtual
+            alone_s = (count - 1) * pace_s + self._forward_s(candidate)
+        else:
+            alone_s = count * pace_s + max(0.0, sum_s - pace_s) / virtual
+        sharing = self._sharing(candidate)
+        shared_s = count * sum_s / candidate.mesh.pipeline if sharing > 1 else 0.0
+        return max(alone_s / sharing, shared_s)
+
+    def _sharing(self, candidate: Candidate) -> float:
+        return cost_model(self.cluster, candidate.mesh).core_sharing
 
     def _forward_s(self, candidate: Candidate) -> float:
         """Of one micro-batch through all blocks, every node by its fastest strategy."""
@@ -177,11 +185,12 @@ class Bounds:
             return 0.0
         problem = self._problem(candidate, exact=exact)
         seconds, tails = relaxed_seconds(problem), tail_seconds(problem)
+        sharing = self._sharing(candidate)
         if splits_backward(candidate.schedule):
             pace_s = least_maximum(seconds)
-            return self._step_s(candidate, pace_s, 0.0) + sum(problem.send_s)
+            return self._step_s(candidate, pace_s, 0.0) + sum(problem.send_s) / sharing
         cuts = best_cuts(seconds, tails, candidate.micro_batches)
-        return inf if cuts is None else float(cuts.cost_s)
+        return inf if cuts is None else float(cuts.cost_s) / sharing
 
     def _total_s(self, candidate: Candidate) -> float:
         """Of one micro-batch through all blocks, whose boundaries agree."""
@@ -199,9 +208,8 @@ class Bounds:
         exact = exact and mesh.tensor > 1
         runs = []
         for variant, count, state in self._runs(candidate):
-            added_s = (state.gather_s + state.scatter_s) / count
-            if candidate.micro_batches > 1:
-                added_s += cost.accumulate_s(state.summed_bytes) / count
+            added_s = self._added_s(candidate, cost, state) / count
+            added_s += (state.gather_s + state.scatter_s) / count
             held = state.held_bytes / count
             points = self._points(candidate, variant, added_s, None if exact else held)
             once = state.sync_s / count, state.update_s / count
@@ -214,6 +222,14 @@ class Bounds:
                 (Held(int(self._flights(candidate, rank)), 0),) for rank in range(mesh.pipeline)
             ),
         )  # fmt: skip
+
+    def _added_s(self, candidate: Candidate, cost: CostModel, state: StateCost) -> float:
+        """Gradients added up per micro-batch; nothing on a measured machine, where what tensors of
+        several runs take together can be less than what those of each run do."""
+        if self.cluster.calibration is not None:
+            return 0.0
+        count = candidate.micro_batches
+        return cost.accumulate_s(state.summed_bytes, state.summed_tensors, count)
 
     def _send_s(self, candidate: Candidate, cost: CostModel, stage: int) -> float:
         """There and back, of a micro-batch, where the least crosses and is cut evenly."""

@@ -17,6 +17,7 @@ from planner.collectives import collective_s, send_s
 from planner.cost import KINDS, CostModel, Roofline
 from planner.kernels import launch_bound_s, matmul_s, memory_s
 from planner.links import Groups, axis_groups, lay_out
+from planner.measured_cost import MeasuredCost
 from planner.quantise import SCALINGS, quantise_bytes
 from planner.traits import Traits
 from planner.work import Work
@@ -194,8 +195,16 @@ class Calibrated:
             seconds += 2 * launches * self.cluster.device.kernel_launch_s
         return seconds
 
-    def accumulate_s(self, gradient_bytes: float) -> float:
-        """Passes over the sum and the new gradient, or over the sum alone in fused products."""
+    @property
+    def core_sharing(self) -> float:
+        """A GPU is not shared."""
+        return 1.0
+
+    def accumulate_s(self, gradient_bytes: float, tensors: int, micro_batches: int) -> float:
+        """Where there are several: passes over the sum and the new gradient, or over the sum alone
+        in fused products."""
+        if micro_batches == 1:
+            return 0.0
         passes = FUSED_PASSES if self.traits.fused_accumulation else ACCUMULATED_PASSES
         if self.traits.memory.keeps_gradients:
             passes = CAST_PASSES
@@ -205,7 +214,7 @@ class Calibrated:
         """One collective; `axis` may also be "zero" (the ranks that share state) or "replica"."""
         if axis == "replica" and self.mesh.data == self.zero_members:
             return 0.0
-        return collective_s(self._groups(axis), op, size_bytes)
+        return collective_s(self.groups(axis), op, size_bytes)
 
     @property
     def zero_members(self) -> int:
@@ -217,7 +226,8 @@ class Calibrated:
             )
         return members
 
-    def _groups(self, axis: str) -> Groups:
+    def groups(self, axis: str) -> Groups:
+        """By the mesh, or of the ranks that share state."""
         if axis not in ("zero", "replica"):
             return axis_groups(self.cluster, self.mesh, axis)
         return _part_groups(self.cluster, self.mesh, self.zero_members, axis == "replica")
@@ -252,7 +262,10 @@ def _part_groups(cluster: Cluster, mesh: Mesh, members: int, across: bool) -> Gr
 def cost_model(
     cluster: Cluster, mesh: Mesh, traits: Traits = OURS, paces: Paces = PACES
 ) -> CostModel:
-    """`Calibrated` for devices whose units are known, else `Roofline`."""
+    """`Calibrated` for devices whose units are known, else `Roofline`; measurements before both."""
+    catalogue: CostModel = Calibrated(cluster, mesh, traits, paces)
     if cluster.device.sm_count == 0:
-        return Roofline(cluster, mesh)
-    return Calibrated(cluster, mesh, traits, paces)
+        catalogue = Roofline(cluster, mesh)
+    if cluster.calibration is None:
+        return catalogue
+    return MeasuredCost(cluster, mesh, catalogue, cluster.calibration)

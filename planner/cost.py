@@ -10,6 +10,7 @@ from math import log2
 from typing import Protocol
 
 from ir.cluster import Cluster, Mesh
+from planner.links import Groups, axis_groups
 from planner.traits import Traits
 from planner.work import Work
 
@@ -52,8 +53,15 @@ class CostModel(Protocol):
     def host_s(self, launches: float) -> float:
         """What the host needs to launch that many kernels; 0 where it is never waited for."""
 
-    def accumulate_s(self, gradient_bytes: float) -> float:
-        """Adding a micro-batch's gradients to what is there."""
+    def accumulate_s(self, gradient_bytes: float, tensors: int, micro_batches: int) -> float:
+        """Per micro-batch: adding the gradients of that many tensors to what is there."""
+
+    @property
+    def core_sharing(self) -> float:
+        """How much faster ranks compute while those of the other pipeline stages wait."""
+
+    def groups(self, axis: str) -> Groups:
+        """How the groups of an axis lie on the cluster."""
 
     def collective_s(self, op: str, size_bytes: float, axis: str) -> float:
         """One collective over a group of `axis`.
@@ -125,9 +133,18 @@ class Roofline:
         """Each kernel has the host's time in it already."""
         return 0.0
 
-    def accumulate_s(self, gradient_bytes: float) -> float:
+    def accumulate_s(self, gradient_bytes: float, tensors: int, micro_batches: int) -> float:
         """Left out: it is the same for all plans."""
         return 0.0
+
+    @property
+    def core_sharing(self) -> float:
+        """Unknown without a measurement: ranks are taken as independent."""
+        return 1.0
+
+    def groups(self, axis: str) -> Groups:
+        """By the mesh."""
+        return axis_groups(self.cluster, self.mesh, axis)
 
     def collective_s(self, op: str, size_bytes: float, axis: str) -> float:
         """Seconds of one collective.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from ir.cluster import Cluster
 from ir.errors import ShardwrightError, UsageError
 from ir.graph import Graph
 from planner.predict import Predicted, Predictor
@@ -20,9 +21,12 @@ COLUMNS = (
 Row = Mapping[str, str]
 
 
-def predict_row(predictor: Predictor, row: Row, graph_of: Callable[[Row], Graph]) -> Predicted:
-    """One row; `ShardwrightError` says what about it is wrong."""
-    wanted = read_configuration(row)
+def predict_row(
+    predictor: Predictor, row: Row, graph_of: Callable[[Row], Graph], cluster: Cluster | None = None
+) -> Predicted:
+    """One row, on `cluster` or the one that it states; `ShardwrightError` says what about it is
+    wrong."""
+    wanted = read_configuration(row, cluster)
     try:
         return predictor.predict(graph_of(row), wanted)
     except ValueError as error:
@@ -30,13 +34,13 @@ def predict_row(predictor: Predictor, row: Row, graph_of: Callable[[Row], Graph]
 
 
 def predict_table(
-    rows: Iterable[Row], graph_of: Callable[[Row], Graph]
+    rows: Iterable[Row], graph_of: Callable[[Row], Graph], cluster: Cluster | None = None
 ) -> Iterator[dict[str, str]]:
     """A record per row, in order."""
     predictor = Predictor()
     for row in rows:
         try:
-            yield record(row.get("id", ""), predict_row(predictor, row, graph_of))
+            yield record(row.get("id", ""), predict_row(predictor, row, graph_of, cluster))
         except ShardwrightError as error:
             yield refusal(row.get("id", ""), str(error))
         except Exception as error:  # the other rows of the table are not lost with this one

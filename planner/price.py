@@ -184,8 +184,9 @@ class StateCost:
 
     `exchanged_bytes` and `gathered_bytes`: gradients and parameters that the data axis moves in
     buckets (`planner.exchange`); what it moves tensor by tensor is in `sync_s`. `summed_bytes`:
-    gradients that every micro-batch adds up. `gather_s` and `scatter_s`: of one gather of a
-    parameter and one scatter of its gradient, where every micro-batch does them (`planner.zero`).
+    gradients that every micro-batch adds up, of `summed_tensors` parameters. `gather_s` and
+    `scatter_s`: of one gather of a parameter and one scatter of its gradient, where every
+    micro-batch does them (`planner.zero`).
     """
 
     parameter_bytes: int = 0
@@ -196,6 +197,7 @@ class StateCost:
     exchanged_bytes: int = 0
     gathered_bytes: int = 0
     summed_bytes: int = 0
+    summed_tensors: int = 0
     gather_s: float = 0.0
     scatter_s: float = 0.0
 
@@ -214,6 +216,7 @@ class StateCost:
             sum(item.exchanged_bytes for item in items),
             sum(item.gathered_bytes for item in items),
             sum(item.summed_bytes for item in items),
+            sum(item.summed_tensors for item in items),
             sum((item.gather_s for item in items), 0.0),
             sum((item.scatter_s for item in items), 0.0),
         )  # fmt: skip
@@ -234,7 +237,7 @@ def least_state_cost(item: State, cost: CostModel, optimizer: str, tensor: int) 
     sync_s = cost.collective_s("all_reduce", size_bytes, DATA) if cost.mesh.data > 1 else 0.0
     return StateCost(
         size_bytes, size_bytes, state_bytes, sync_s, cost.optimizer_s(size_bytes, state_bytes),
-        summed_bytes=size_bytes,
+        summed_bytes=size_bytes, summed_tensors=1,
     )  # fmt: skip
 
 
@@ -275,5 +278,5 @@ def state_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateC
     return StateCost(
         stored_bytes // of_parameters, gradient_bytes // of_gradients, state_bytes // of_state,
         sync_s, cost.optimizer_s(held_bytes / of_state, state_bytes / of_state),
-        exchanged, held_bytes, wide.bytes(1),
+        exchanged, held_bytes, wide.bytes(1), 1,
     )  # fmt: skip

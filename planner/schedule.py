@@ -18,7 +18,7 @@ from ir.schedules import SCHEDULES, Held, held_over_time, schedule_order, splits
 
 __all__ = [
     "SCHEDULES", "StageTime", "bubble_s", "held_batches", "held_pieces", "in_flight", "moments",
-    "least_step_s", "pipeline_step_s", "slowest_s",
+    "least_step_s", "pipeline_step_s", "shared_step_s", "slowest_s",
 ]  # fmt: skip
 
 StageTime = tuple[float, float]  # seconds of one micro-batch's forward and backward on a stage
@@ -124,6 +124,23 @@ def pipeline_step_s(
     if virtual_stages > 1:
         return micro_batches * pace_s + max(0.0, fill_s - pace_s) / virtual_stages
     return (micro_batches - 1) * pace_s + fill_s
+
+
+def shared_step_s(
+    times: Sequence[StageTime], micro_batches: int, schedule: str, virtual_stages: int = 1,
+    weight_s: Sequence[float] = (), core_sharing: float = 1.0,
+) -> float:  # fmt: skip
+    """`pipeline_step_s` where ranks that wait leave their cores to those that compute.
+
+    `times` are of stages that all compute; alone a stage is `core_sharing` times as fast. The step
+    takes as long as its longest way at that speed, and no less than all work on all cores:
+    max(pipeline_step_s / sharing, M mean(forward + backward)).
+    """
+    step_s = pipeline_step_s(times, micro_batches, schedule, virtual_stages, weight_s)
+    if core_sharing == 1.0:
+        return step_s
+    mean_s = sum(forward + backward for forward, backward in times) / len(times)
+    return max(step_s / core_sharing, micro_batches * mean_s)
 
 
 def least_step_s(

@@ -22,7 +22,7 @@ from planner.pipeline import Pipeline, Ports, StageSeconds, Tail, Transfer
 from planner.price import Seconds, StateCost
 from planner.ranks import by_rank, most_held_bytes, rank_cost
 from planner.recompute import MenuPoint
-from planner.schedule import StageTime, bubble_s, held_batches, moments, pipeline_step_s
+from planner.schedule import StageTime, bubble_s, held_batches, moments, shared_step_s
 from planner.sends import crossing_s
 from planner.stage_bytes import gathered_bytes, point_of, sent_bytes, stage_cost
 from planner.workload import Workload
@@ -86,12 +86,9 @@ class StagePrices:
         return replace(seconds, communication_s=exposed_s)
 
     def _accumulate_s(self, state: StateCost) -> float:
-        """Per micro-batch: its gradients are added up, where there are several."""
-        return self.cost.accumulate_s(state.summed_bytes) if self._accumulates else 0.0
-
-    @property
-    def _accumulates(self) -> bool:
-        return self.candidate.micro_batches > 1
+        """Per micro-batch: its gradients are added up."""
+        count = self.candidate.micro_batches
+        return self.cost.accumulate_s(state.summed_bytes, state.summed_tensors, count)
 
     @property
     def _virtual(self) -> int:
@@ -128,7 +125,8 @@ class StagePrices:
         )  # fmt: skip
 
     def prediction(self, program: Spmd, bound_s: float) -> Prediction:
-        """Of a program with its stages; `bound_s`: what no other stages beat."""
+        """Of a program with its stages; `bound_s`: what no other stages beat,
+        where ranks that wait leave no cores to the others."""
         candidate, virtual = self.candidate, self._virtual
         pairs = self._stage_seconds(program)
         moves = [self._exchange(program, s, f, b) for s, (f, b) in enumerate(pairs)]
@@ -143,12 +141,13 @@ class StagePrices:
         count, schedule = candidate.micro_batches, candidate.schedule
         busy = max(pairs, key=lambda pair: pair[0].total_s + pair[1].total_s)
         total = (busy[0] + busy[1]).times(count)
-        pipeline_s = pipeline_step_s(times, count, schedule, virtual, weights_s)
+        sharing = self.cost.core_sharing
+        pipeline_s = shared_step_s(times, count, schedule, virtual, weights_s, sharing)
         step_s = pipeline_s + sync_s + update_s
         return Prediction(
             step_s, total.compute_s, total.communication_s + sync_s,
             bubble_s(times, count, schedule, virtual, weights_s), update_s,
-            min(bound_s, step_s), int(self.cost.capacity_bytes),
+            min(bound_s / sharing, step_s), int(self.cost.capacity_bytes),
             tuple(self._rank_cost(program, rank, pair) for rank, pair in enumerate(times)),
         )  # fmt: skip
 

@@ -54,7 +54,7 @@ class Work:
     `moved_bytes`: operands read and results written, each once; `touched_bytes`: what separate
     kernels move (rows of a table rather than all of it; the passes of a cross-entropy);
     `kernels`: how many these are. `logits`: of a cross-entropy. `keeps_precision`: a product that
-    is never quantised (`planner.logits`).
+    is never quantised (`planner.logits`). `op`: the node's.
     """
 
     kind: str
@@ -68,6 +68,7 @@ class Work:
     kernels: int = 1
     logits: int = 0
     keeps_precision: bool = False
+    op: str = ""
 
 
 def work_of(
@@ -89,7 +90,7 @@ def work_of(
     return Work(
         kind or op_def(node.op).kind, flops(node, shapes), moved, compute_dtype(operands),
         _product(node, shapes), _attention(node, shapes), node.op.endswith("_backward"),
-        touched, kernels, logits,
+        touched, kernels, logits, op=node.op,
     )  # fmt: skip
 
 

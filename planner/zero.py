@@ -60,7 +60,8 @@ def held_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateCo
         piece_bytes if zero == 3 else local.bytes(1),
         piece_bytes if zero >= 2 else gradient_bytes,
         state_bytes, once_s, cost.optimizer_s(piece_bytes, state_bytes),
-        gathered_bytes=padded_bytes, summed_bytes=gradient_bytes, gather_s=gather_each_s,
+        gathered_bytes=padded_bytes, summed_bytes=gradient_bytes, summed_tensors=1,
+        gather_s=gather_each_s,
         scatter_s=scatter_s if zero >= 2 else 0.0,
     )  # fmt: skip
 
@@ -85,7 +86,7 @@ def least_held_cost(item: State, cost: CostModel, optimizer: str, zero: int) -> 
     return StateCost(
         held_bytes, piece_bytes if zero >= 2 else whole_bytes, state_bytes,
         (scatter_s if zero == 1 else 0.0) + (gather_s if zero < 3 else 0.0),
-        cost.optimizer_s(piece_bytes, state_bytes), summed_bytes=whole_bytes,
+        cost.optimizer_s(piece_bytes, state_bytes), summed_bytes=whole_bytes, summed_tensors=1,
         gather_s=gather_each_s, scatter_s=scatter_s if zero >= 2 else 0.0,
     )  # fmt: skip
 

@@ -25,6 +25,8 @@ TOLERANCE = 1e-9
 """Relative difference, in float64, up to which numbers count as equal."""
 NEGLIGIBLE = 1e-6
 """A tensor is compared relative to its own size, but at least to this part of the largest."""
+ERRORS = ("loss_rel_err", "grad_rel_err", "param_rel_err")
+"""What a check reports of the losses, the first gradients and the last parameters."""
 
 WIDE = {
     torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
@@ -319,6 +321,12 @@ def _worst(
     errors = {n: e if e == e else float("inf") for n, e in errors.items()}
     worst = max(errors, key=lambda n: errors[n], default="")
     return (errors[worst], worst) if errors else (0.0, "")
+
+
+def badness(result: Mapping[str, Any]) -> tuple[int, float]:
+    """A mismatch is worse than a match, a match says more than a refusal; then by size."""
+    errors = [result[key] or 0.0 for key in ERRORS]
+    return ["refused", "ok", "mismatch"].index(result["status"]), max(errors)
 
 
 def _largest(tensor: Tensor) -> float:

@@ -14,15 +14,16 @@ ROOMS = {  # room -> the rooms of ours that it may import
     "runtime": {"runtime"},
 }
 # these may import every room
-FRONT = {"shardwright", "prediction", "tests", "examples", "benchmarks"}
+DOORS = ("calibration", "prediction", "shardwright")
+FRONT = {*DOORS, "tests", "examples", "benchmarks"}
 OURS = ROOMS.keys() | FRONT
 LONGEST = 400
 
 
 def sources() -> list[Path]:
     """Every Python file of ours, relative to the root."""
-    files = [Path("shardwright.py"), Path("prediction.py")]
-    for folder in sorted(OURS - {"shardwright", "prediction"}):
+    files = [Path(f"{name}.py") for name in DOORS]
+    for folder in sorted(OURS - set(DOORS)):
         files += sorted(path.relative_to(ROOT) for path in (ROOT / folder).rglob("*.py"))
     return files
 

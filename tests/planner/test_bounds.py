@@ -5,6 +5,7 @@ from math import inf
 
 import pytest
 from small_models import chain, products
+from test_measured_cost import MACHINE
 
 from ir.batch import flow
 from ir.cluster import Cluster, Mesh
@@ -27,7 +28,10 @@ MODELS = {
     "products": lambda: products(4, width=1024, folded=True),
     "bare products": lambda: products(3, width=256),
 }
-CLUSTERS = ["local:4", "8xH100-SXM", "2x2xA100-80GB"]
+CLUSTERS = {
+    **{spec: Cluster.parse(spec) for spec in ("local:4", "8xH100-SXM", "2x2xA100-80GB")},
+    "measured": MACHINE,
+}
 SHARE_OF_MEMORY = [1.0, 0.8]
 PRICES = (0.0, 1.0)
 EVERY = 4
@@ -43,7 +47,7 @@ def search(graph: Graph, cluster: Cluster, rows: int) -> _Search:
 @pytest.mark.parametrize("spec", CLUSTERS)
 @pytest.mark.parametrize("share", SHARE_OF_MEMORY)
 def test_no_plan_beats_its_bounds(model: str, spec: str, share: float) -> None:
-    graph, cluster = MODELS[model](), Cluster.parse(spec)
+    graph, cluster = MODELS[model](), CLUSTERS[spec]
     if share < 1:
         roomy_bytes = plan(graph, cluster, global_batch=8).prediction.peak_bytes
         cluster = with_usable(cluster, roomy_bytes * share)

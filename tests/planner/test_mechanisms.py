@@ -131,9 +131,9 @@ def test_tensor_ranks_share_what_they_send(found) -> None:
     assert message.type.bytes(1) == size
     whole = Calibrated(cluster, mesh, Traits())
     shared = Calibrated(cluster, mesh, Traits(scatters_sends=True))
-    assert crossing_s(program, message.value, whole) == whole.send_s(size)
+    assert crossing_s(program, message.value, whole, whole.send_s) == whole.send_s(size)
     expected_s = shared.send_s(size / 2) + shared.collective_s("all_gather", size, "tensor")
-    assert crossing_s(program, message.value, shared) == expected_s
+    assert crossing_s(program, message.value, shared, shared.send_s) == expected_s
 
 
 def test_hand_written_norms_read_what_the_residual_wrote(found) -> None:
@@ -179,7 +179,7 @@ def test_clipping_and_a_scaled_loss_pass_over_wide_gradients() -> None:
 
 def test_products_that_add_to_the_sum_save_a_pass() -> None:
     seconds = [
-        Calibrated(NODES, Mesh(), Traits(fused_accumulation=fused)).accumulate_s(9e9)
+        Calibrated(NODES, Mesh(), Traits(fused_accumulation=fused)).accumulate_s(9e9, 1, 2)
         for fused in (False, True)
     ]
     assert seconds[0] / seconds[1] == pytest.approx(3 / 2)

@@ -81,7 +81,7 @@ def test_gradients_that_stay_in_bf16_are_cast_and_added():
     """Per fp32 byte: half read, one written; then two read and one written."""
     wanted = read_configuration(ROW)
     cost = cost_model(wanted.cluster, wanted.mesh, wanted.traits)
-    assert cost.accumulate_s(1e9) == memory_s(wanted.cluster.device, 4.5e9, kernels=0)
+    assert cost.accumulate_s(1e9, 1, 2) == memory_s(wanted.cluster.device, 4.5e9, kernels=0)
 
 
 def test_fp16_gradients_are_summed_in_fp16(predicted):

@@ -38,7 +38,9 @@ def simulate_plan(graph: Graph, plan: Plan) -> Simulated:
     cost = cost_model(plan.cluster, plan.mesh)
     work = Workload(graph, program.flow, program.kinds, plan.global_batch, plan.optimizer)
     rows = plan.global_batch // plan.mesh.data // plan.micro_batches
-    candidate = Candidate(plan.mesh, plan.micro_batches, plan.schedule, rows, plan.virtual_stages)
+    candidate = Candidate(
+        plan.mesh, plan.micro_batches, plan.schedule, rows, plan.virtual_stages, plan.zero
+    )
     storages = tuple(storage_of(lowered) for lowered in program.lowered)
     times = tuple(
         node_times(lowered, storage, cost)

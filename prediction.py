@@ -54,7 +54,7 @@ class RowGraphs:
 
 
 def predict(
-    model: Any, cluster: Cluster | None, config: Mapping[str, Any], batch: Any = None,
+    model: Any, cluster: Cluster | str | None, config: Mapping[str, Any], batch: Any = None,
     **options: Any,
 ) -> Predicted:  # fmt: skip
     """What one configuration takes: seconds of a step and its parts, GiB, whether it fits.
@@ -65,6 +65,7 @@ def predict(
     describes. `cluster` None: as `config` states it. Raises `UsageError` for what can't be.
     """
     row = {key: _cell(value) for key, value in config.items()}
+    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     wanted = read_configuration(row, cluster)
     return Predictor().predict(_graph(model, row, batch, options), wanted)
 

@@ -57,7 +57,7 @@ load_plan = Plan.load
 
 
 def plan(
-    model: Any, cluster: Cluster, batch: Any, *, global_batch: int,
+    model: Any, cluster: Cluster | str, batch: Any, *, global_batch: int,
     loss: Callable[[Any], Any] | None = None, pin: Mapping[str, Any] | None = None,
 ) -> Plan:  # fmt: skip
     """Decide how to train `model` on `cluster`; the same input gives the same plan.

@@ -97,9 +97,12 @@ class Predictor:
         stages = _stages(work, wanted, found, label)
         evaluated = evaluate_stages(work, candidate, found, cost, stages)
         cost_s = evaluated.prediction
+        fits = peak_bytes(evaluated, cost) <= cost_s.capacity_bytes
+        reading = reading_bytes(evaluated, cost, wanted.memory_kind)
+        if fits:  # what an allocator caches gives way
+            reading = min(reading, wanted.cluster.device.memory_bytes)
         return Predicted(
-            cost_s.step_s, reading_bytes(evaluated, cost, wanted.memory_kind) / GIB,
-            peak_bytes(evaluated, cost) <= cost_s.capacity_bytes,
+            cost_s.step_s, reading / GIB, fits,
             cost_s.compute_s, cost_s.exposed_comm_s, cost_s.bubble_s, cost_s.optimizer_s, label,
             traits, evaluated, wanted.cluster.usd_per_hour * cost_s.step_s / 3600,
         )  # fmt: skip

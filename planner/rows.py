@@ -64,7 +64,7 @@ def read_configuration(row: Mapping[str, str], cluster: Cluster | None = None) -
     check_columns(row)
     _check_represented(row)
     check_cells(row)
-    mesh = _mesh(row)
+    mesh = _mesh(row, cluster)
     cluster = cluster or read_cluster(row, mesh.size)
     _check_degrees(row, mesh, cluster)
     rows, batch = count_of(row, "micro_batch"), count_of(row, "global_batch")
@@ -86,12 +86,15 @@ def read_configuration(row: Mapping[str, str], cluster: Cluster | None = None) -
     )  # fmt: skip
 
 
-def _mesh(row: Mapping[str, str]) -> Mesh:
-    """The degrees; an empty `dp` is what the other degrees leave of `n_devices`."""
+def _mesh(row: Mapping[str, str], cluster: Cluster | None) -> Mesh:
+    """The degrees; an empty `dp` is what the other degrees leave of the devices: `n_devices`, or
+    else all of the cluster, or of the nodes."""
     pipeline, tensor = count_of(row, "pp", 1), count_of(row, "tp", 1)
-    if text_of(row, "dp") or not text_of(row, "n_devices"):
-        return _sized(Mesh(pipeline, count_of(row, "dp", 1), tensor))
-    devices = count_of(row, "n_devices")
+    if text_of(row, "dp"):
+        return _sized(Mesh(pipeline, count_of(row, "dp"), tensor))
+    stated = count_of(row, "nodes", 1) * count_of(row, "devices_per_node", 0)
+    there = cluster.n_devices if cluster else stated or pipeline * tensor
+    devices = count_of(row, "n_devices", there)
     if devices % (pipeline * tensor):
         raise UsageError(f"n_devices={devices} can't be divided by tp={tensor} times pp={pipeline}")
     return _sized(Mesh(pipeline, devices // (pipeline * tensor), tensor))
@@ -147,6 +150,9 @@ def _check_degrees(row: Mapping[str, str], mesh: Mesh, cluster: Cluster) -> None
         have = "" if cluster.n_devices == mesh.size else f"; {cluster} has {cluster.n_devices}"
         raise UsageError(f"tp x pp x dp = {mesh.size}, but n_devices={asked}{have}")
     stated = count_of(row, "nodes", 0) * count_of(row, "devices_per_node", 0)
+    idle = stated - count_of(row, "devices_per_node", 0)
+    if 0 < mesh.size <= idle:
+        raise UsageError(f"n_devices={mesh.size} leave some of nodes={row['nodes']} without any")
     if 0 < stated < mesh.size:
         raise UsageError(f"tp x pp x dp = {mesh.size}, but nodes x devices_per_node = {stated}")
     for column in ("heads", "ffn_hidden"):
@@ -174,7 +180,10 @@ def _check_precision(row: Mapping[str, str], traits: Traits, cluster: Cluster) -
 
 
 def _virtual_stages(row: Mapping[str, str], mesh: Mesh) -> int | None:
-    return count_of(row, "virtual_stages", 0) or None if mesh.pipeline > 1 else 1
+    asked = count_of(row, "virtual_stages", 0)
+    if asked > 1 and mesh.pipeline == 1:
+        raise UsageError(f"virtual_stages={asked} with pp=1: there are no stages to split")
+    return asked or None if mesh.pipeline > 1 else 1
 
 
 def _zero_stage(row: Mapping[str, str]) -> int | None:

@@ -62,10 +62,10 @@ MICRO_BATCH_BUCKETS = (1, 2, 4, 8)
 
 
 def plan(
-    graph: Graph, cluster: Cluster, *, global_batch: int, pin: Mapping[str, Any] | None = None,
-    optimizer: str = "adamw", name: str | None = None,
+    graph: Graph, cluster: Cluster | str, *, global_batch: int,
+    pin: Mapping[str, Any] | None = None, optimizer: str = "adamw", name: str | None = None,
 ) -> Plan:  # fmt: skip
-    """Decides how to train `graph` on all devices of `cluster`; deterministic.
+    """Decides how to train `graph` on all devices of `cluster`, or of its spec; deterministic.
 
     `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("gpipe", "1f1b",
     "interleaved", "zero-bubble"), virtual_stages (of a rank, where interleaved), recompute
@@ -75,6 +75,7 @@ def plan(
     if optimizer not in OPTIMIZER_TENSORS:
         known = ", ".join(sorted(OPTIMIZER_TENSORS))
         raise UsageError(f"unknown optimizer {optimizer!r}. Known: {known}.")
+    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     pins = read_pins(pin)
     has_batch = any(item.batch_dim is not None for item in graph.inputs)
     _check_batch(graph, global_batch)

@@ -48,6 +48,8 @@ BROKEN = [
     ("hidden over heads", {"heads": "7"}, "hidden=1024 can't be divided by heads=7"),
     ("odd rotary heads", {"head_dim": "33"}, "head_dim=33"),
     ("more stages than layers", {"pp": "8", "dp": "1"}, "layers=2 can't fill 8"),
+    ("nodes without devices", {"nodes": "3", "devices_per_node": "4"}, "leave some of nodes=3"),
+    ("stages of no pipeline", {"virtual_stages": "2"}, "virtual_stages=2 with pp=1"),
     ("degrees against devices", {"dp": "4"}, "tp x pp x dp = 4, but n_devices=8"),
     ("degrees against nodes", {"devices_per_node": "4"}, "nodes x devices_per_node = 4"),
     ("devices over nodes", {"devices_per_node": "3"}, "devices_per_node=3"),

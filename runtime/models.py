@@ -114,7 +114,10 @@ def _load_file(
             built = build(**sizes)
     model, args, kwargs = _check_built(built, f"{function}() in {path}")
     loss, batches = (_optional_function(module, name, path) for name in ("loss", "batches"))
-    stream = batches and partial(batches, **_sizes_taken(batches, f"{path}:batches", **sizes))
+    stream = None
+    if batches is not None:
+        sizes = _sizes_taken(batches, f"{path}:batches", **sizes)
+        stream = partial(_blamed_stream, path, batches, sizes)
     return Loaded(model, args, kwargs, loss, path.stem, stream)
 
 
@@ -164,6 +167,14 @@ def _blame(path: Path, what: str) -> Iterator[None]:
             lines = [error.lineno]
         where = f"{path}:{lines[-1]}" if lines and lines[-1] else str(path)
         raise Refused(f"{where}: {what} raised {_in_short(error)}") from error
+
+
+def _blamed_stream(
+    path: Path, batches: Callable[..., Iterator[Batch]], sizes: dict[str, int]
+) -> Iterator[Batch]:
+    """What `batches` yields; what it raises is a paragraph."""
+    with _blame(path, "batches()"):
+        yield from batches(**sizes)
 
 
 def _in_short(error: BaseException) -> str:

@@ -67,6 +67,14 @@ def test_a_file_s_batches_come_in_the_asked_size(model_file):
     assert [args for args, _ in islice(stream, 2)] == [(0, 6), (1, 6)]
 
 
+def test_batches_that_raise_are_a_paragraph_with_their_line(model_file):
+    source = GOOD + "def batches():\n    yield (1,), {}\n    raise RuntimeError('ended badly')\n"
+    stream = load_model(model_file(source)).batches()
+    assert next(stream) == ((1,), {})
+    with pytest.raises(Refused, match=r":\d+: batches\(\) raised RuntimeError: ended badly"):
+        next(stream)
+
+
 def test_any_file_name_will_do(model_file):
     name = 'it\'s "1"; import os.py'
     assert load_model(model_file(GOOD, name)).model.in_features == 3

@@ -49,11 +49,11 @@ class Call:
 class Sizes:
     """What is measured: bytes of curves, sides of products, query rows of attention, its depths."""
 
-    kernel_bytes: tuple[int, ...] = (512, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24)
+    kernel_bytes: tuple[int, ...] = (512, 2**14, 2**17, 2**20, 2**22, 2**24)
     sides: tuple[int, ...] = (16, 64, 256, 1024)
     queries: tuple[int, ...] = (8, 32, 128, 512)
     head_dims: tuple[int, ...] = (4, 32, 128)
-    low_sides: tuple[int, ...] = (16, 128, 1024)
+    low_sides: tuple[int, ...] = (32, 512)
     low_dtypes: tuple[str, ...] = ("bfloat16",)
 
 

@@ -27,11 +27,11 @@ from runtime.stopwatch import Agree, Sample, Stopwatch, alone, slowdown
 CUDA_DTYPES = ("bfloat16", "float16")
 LARGE_BYTES = 2**25 - 2**16
 """Just below the 32 MiB above which freed memory always goes back to the system."""
-BLOCK_S, TIME_SLICE_S = 0.006, 0.012
+BLOCK_S, TIME_SLICE_S = 0.004, 0.012
 """Blocks of kernels and of collectives: the latter wait for each other, for some time slices."""
-BUDGET_S, QUICK_BUDGET_S = 0.1, 0.04
+BUDGET_S, QUICK_BUDGET_S = 0.08, 0.04
 """Of one measurement; some 300 are made, or 100."""
-LIMIT_S, QUICK_LIMIT_S = 35.0, 12.0
+LIMIT_S, QUICK_LIMIT_S = 50.0, 12.0
 """After these seconds of kernels, and of collectives, the rest is not measured: a machine that is
 so busy says little."""
 SHARING_S, SHARING_EVERY = 0.2, 16

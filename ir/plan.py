@@ -19,7 +19,7 @@ from ir.graph import Graph
 from ir.layout import PARTIAL, REPLICATE, Placement, Shard
 from ir.lower import Degrees, Sharding
 from ir.plan_schema import check_plan
-from ir.schedules import Action, check_schedule, schedule_order
+from ir.schedules import Action, check_schedule, schedule_order, splits_backward
 from ir.spmd import Spmd, StageCall, lower_all
 from ir.strategies import strategies
 from ir.variants import Variant, variants
@@ -299,6 +299,11 @@ def spmd(graph: Graph, plan: Plan) -> Spmd:
         raise Refused(
             f"the plan was made for another model ({plan.model}, signature {plan.signature}); this "
             f"one is {graph.model} with signature {signature(graph)}. Plan this model."
+        )
+    if plan.zero >= 2 and plan.mesh.data > 1 and splits_backward(plan.schedule):
+        raise Refused(
+            f"the plan has zero={plan.zero} with schedule={plan.schedule}: gradients are scattered "
+            "when a block's backward ends, and this schedule cuts it in halves. Plan with zero=1."
         )
     batch_flow = flow(graph)
     kinds = variants(graph, batch_flow)

@@ -50,8 +50,9 @@ def random_plan(
     ]
     schedule, virtual = random_schedule(random, pipeline, degrees.micro_batches, len(graph.calls))
     stages = _random_stages(len(graph.calls), pipeline * virtual, random)
-    if zero is None:
-        zero = random.choice([0, 1] if schedule == "zero-bubble" else [0, 1, 2, 3])
+    zero = random.choice([0, 1, 2, 3]) if zero is None else zero
+    if zero >= 2 and degrees.data > 1 and schedule == "zero-bubble":  # not offered together
+        schedule = "1f1b"
     return hand_plan(
         graph, degrees, kinds, shardings, keeps, stages, schedule=schedule, virtual_stages=virtual,
         zero=zero,

@@ -41,7 +41,7 @@ measurements again."""
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A row per measurement; how much longer ranks take than they compute when nothing else runs;
+    """A row per measurement; how much longer ranks take than they compute while nothing else runs;
     how much longer still they took meanwhile; whether all was measured before time was up."""
 
     rows: list[dict[str, Any]]
@@ -54,8 +54,8 @@ def measure(transport: ProcessTransport, *, quick: bool) -> Found:
     """All measurements that fit in the time.
 
     A rank with one thread is timed by the processor's time for it, which nobody else's work is
-    part of, and every time is multiplied by the ranks' least slowdown; several threads wait for each
-    other, so that only the wall clock sees what they take.
+    part of, and every time is multiplied by the ranks' least slowdown; several threads wait for
+    each other, so that only the wall clock sees what they take.
     """
     _settle_allocator(transport.device)
     others = company(transport.device)

@@ -98,13 +98,13 @@ def _sampling(
     for number, call in enumerate(calls):
         if number % SHARING_EVERY == 0:
             found = agree([slowdown(others, SHARING_S)])
-            factors.append(sum(factor for factor, in found) / len(found))
+            factors.append(sum(factor for (factor,) in found) / len(found))
         yield call
 
 
 def _is_over(agree: Agree, end_s: float) -> bool:
     """Whether the time of some rank is up; all ranks hear the same."""
-    return max(late for late, in agree([time.perf_counter() - end_s])) > 0
+    return max(late for (late,) in agree([time.perf_counter() - end_s])) > 0
 
 
 def _kernel_watch(

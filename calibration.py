@@ -31,6 +31,8 @@ from runtime.launch import run_ranks
 from runtime.stopwatch import NOISE_LIMIT
 
 GIB = 2**30
+BUSY = 1.15
+"""Slowdown by other work that is worth a warning."""
 REACH_BYTES = 2**20
 """A curve that ends below says nothing about rates."""
 Row = Mapping[str, Any]
@@ -60,6 +62,11 @@ def calibrate(
             noisy.append(
                 f"{count} processes: time was up after {len(found['rows'])} measurements; the rest "
                 "keeps the catalogue's value. Calibrate while the machine does nothing else"
+            )
+        if found["busy"] > BUSY:
+            say(
+                f"  other work made the processes {found['busy']:.2f} times slower meanwhile: "
+                "collectives come out too slow. Calibrate while the machine does nothing else"
             )
         left_out += noisy + noisy_groups
         seconds = time.perf_counter() - start_s

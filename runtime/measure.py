@@ -41,11 +41,12 @@ measurements again."""
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A row per measurement; how much longer ranks take than they compute; whether all was
-    measured before time was up."""
+    """A row per measurement; how much longer ranks take than they compute while nothing else runs;
+    how much longer still they took meanwhile; whether all was measured before time was up."""
 
     rows: list[dict[str, Any]]
     slowdown: float
+    busy: float
     complete: bool
 
 
@@ -53,8 +54,8 @@ def measure(transport: ProcessTransport, *, quick: bool) -> Found:
     """All measurements that fit in the time.
 
     A rank with one thread is timed by the processor's time for it, which nobody else's work is
-    part of, and every time is multiplied by the ranks' slowdown; several threads wait for each
-    other, so that only the wall clock sees what they take.
+    part of, and every time is multiplied by the ranks' least slowdown; several threads wait for
+    each other, so that only the wall clock sees what they take.
     """
     _settle_allocator(transport.device)
     others = company(transport.device)
@@ -65,14 +66,15 @@ def measure(transport: ProcessTransport, *, quick: bool) -> Found:
     if watch.clock is time.thread_time:
         calls = _sampling(calls, watch.agree, others, factors)
     kernels = _timed(calls, watch, transport, limit_s)
-    shared = median(factors) if factors else 1.0
+    shared = min(factors, default=1.0)
     group_watch = Stopwatch(
         TIME_SLICE_S, watch.budget_s, agree=watch.agree, between=watch.between, finish=watch.finish
     )
     groups = _timed(_groups(transport, quick=quick), group_watch, transport, limit_s)
     rows = [{**row, "us": row["us"] * shared} for row in kernels if row is not None]
     rows += [row for row in groups if row is not None]
-    return Found(rows, shared, len(rows) == len(kernels) + len(groups))
+    busy = median(factors) / shared if factors else 1.0
+    return Found(rows, shared, busy, len(rows) == len(kernels) + len(groups))
 
 
 def _timed(
@@ -96,13 +98,13 @@ def _sampling(
     for number, call in enumerate(calls):
         if number % SHARING_EVERY == 0:
             found = agree([slowdown(others, SHARING_S)])
-            factors.append(sum(factor for factor, in found) / len(found))
+            factors.append(sum(factor for (factor,) in found) / len(found))
         yield call
 
 
 def _is_over(agree: Agree, end_s: float) -> bool:
     """Whether the time of some rank is up; all ranks hear the same."""
-    return max(late for late, in agree([time.perf_counter() - end_s])) > 0
+    return max(late for (late,) in agree([time.perf_counter() - end_s])) > 0
 
 
 def _kernel_watch(

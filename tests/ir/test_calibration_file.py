@@ -17,8 +17,7 @@ def values() -> dict[str, Any]:
     kernel = {"name": "elementwise", "bytes": [512, 2**20], "us": [2.0, 300.0]}
     product = {"dtype": "float32", "batch": 1, "sizes": [16, 64], "us": [5.0 + i for i in range(8)]}
     timings = [
-        {"processes": n, "threads": 1, "kernels": [kernel], "products": [product]}
-        for n in (1, 4)
+        {"processes": n, "threads": 1, "kernels": [kernel], "products": [product]} for n in (1, 4)
     ]
     place = {"op": "all_reduce", "processes": 4, "members_near": 2, "members": 2}
     collective = {**place, "bytes": [64, 4096], "us": [90.0, 120.0]}

@@ -18,7 +18,7 @@ from ir.schedules import SCHEDULES, Held, held_over_time, schedule_order, splits
 
 __all__ = [
     "SCHEDULES", "StageTime", "bubble_s", "held_batches", "held_pieces", "in_flight", "moments",
-    "least_step_s", "pipeline_step_s", "shared_step_s", "slowest_s",
+    "pipeline_step_s", "shared_step_s", "slowest_s",
 ]  # fmt: skip
 
 StageTime = tuple[float, float]  # seconds of one micro-batch's forward and backward on a stage
@@ -141,18 +141,6 @@ def shared_step_s(
         return step_s
     mean_s = sum(forward + backward for forward, backward in times) / len(times)
     return max(step_s / core_sharing, micro_batches * mean_s)
-
-
-def least_step_s(
-    pace_s: float, sum_s: float, micro_batches: int, schedule: str, ranks: int,
-    virtual_stages: int = 1, weight_share: float = 0.0,
-) -> float:  # fmt: skip
-    """What a step takes at least when the slowest rank takes `pace_s` and all of them `sum_s` for a
-    micro-batch; `weight_share` of that is the weights' half of backward."""
-    wait_s = max(0.0, sum_s - pace_s) / virtual_stages
-    if splits_backward(schedule):
-        wait_s *= max(0.0, 1 - weight_share * (1 + _rounds(ranks, micro_batches)))
-    return micro_batches * pace_s + wait_s
 
 
 def _rounds(ranks: int, micro_batches: int) -> float:

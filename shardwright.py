@@ -220,6 +220,8 @@ def _report(options: argparse.Namespace, reason: str, code: int) -> int:
 
 
 def _plan_command(options: argparse.Namespace) -> int:
+    if options.out and options.trace and Path(options.out) == Path(options.trace):
+        raise UsageError(f"--out and --trace are both {options.out}: give each a file of its own.")
     _, graph, chosen = _decide(options)
     if options.out:
         chosen.save(options.out)
@@ -320,10 +322,7 @@ PIN = (
     "gpipe, zero-bubble or interleaved (then also virtual_stages=2), recompute=none, selective or "
     "full, zero=0 to 3 (divided over data: state, gradients, parameters); the rest is chosen"
 )
-TRACE = (
-    "write the simulated timeline of a step, a process per rank and a thread per stream, as JSON "
-    "that ui.perfetto.dev and chrome://tracing open"
-)
+TRACE = "write the simulated timeline of a step as JSON that ui.perfetto.dev opens"
 FLAGS: dict[str, dict[str, Any]] = {
     "--seq": {"type": _count, "metavar": "N", "help": "tokens per row (hf:, or a build(seq))"},
     "--batch": {"type": _count, "metavar": "N", "help": "rows of the example batch (likewise)"},

@@ -74,6 +74,8 @@ def test_plan_writes_the_timeline_of_a_step(command, model, tmp_path):
     assert {event["pid"] for event in events if event["ph"] == "X"} == {0, 1}
     assert "perfetto" in command("plan", "--help")[1]
     assert command(*asked[:-1], tmp_path / "nowhere" / "trace.json")[0] == 2
+    code, _, error = command(*asked, "--out", file)
+    assert code == 2 and "--out and --trace are both" in error
 
 
 def test_plan_as_json_is_the_plan_file(command, model, tmp_path):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from runtime.collective_calls import QUICK_SIZES, SIZES, GroupCall, collective_calls
 from runtime.errors import run_main
-from runtime.kernel_calls import QUICK, RING, Call, Sizes, company, kernel_calls, product_calls
+from runtime.kernel_calls import QUICK, Call, Sizes, company, kernel_calls, product_calls
 from runtime.processes import ProcessTransport, connect_processes, disconnect
 from runtime.stopwatch import Agree, Sample, Stopwatch, alone, slowdown
 
@@ -84,7 +84,7 @@ def _timed(
         if _is_over(watch.agree, end_s):
             return [*rows, None]
         _show(transport, call, len(rows))
-        rows.append(_row(call, watch.time(call.run, RING + 1)))
+        rows.append(_row(call, watch.time(call.run, call.warm_up)))
     return rows
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 from ir.batch import flow, needs_whole_batch
 from ir.cluster import GIB, Cluster, Mesh
+from ir.collector import paused_collector
 from ir.errors import Refused, UsageError
 from ir.graph import BATCH, Graph
 from ir.layout import DATA
@@ -61,6 +62,7 @@ STEEPER = 10.0
 """From one price to the next while nothing fits."""
 
 
+@paused_collector()
 def plan(
     graph: Graph, cluster: Cluster | str, *, global_batch: int,
     pin: Mapping[str, Any] | None = None, optimizer: str = "adamw", name: str | None = None,

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from math import ceil, inf
+from math import inf
 from typing import Any, TypeAlias
 
 from ir.batch import flow, needs_whole_batch
-from ir.cluster import GIB, Cluster, Mesh
+from ir.cluster import Cluster, Mesh
 from ir.errors import Refused, UsageError
 from ir.graph import BATCH, Graph
 from ir.lower import Degrees
@@ -44,6 +44,7 @@ from planner.pins import (
 )
 from planner.price import OPTIMIZER_TENSORS
 from planner.sharding import ShardingResult, shard
+from planner.shortage import does_not_fit
 from planner.solver import SolverFailed
 
 MOST_EVALUATIONS = 24
@@ -213,17 +214,11 @@ class _Search:
         least = min(options, key=lambda c: (self.bounds.need_bytes(c), c.mesh.pipeline, c.zero))
         cost = cost_model(self.cluster, least.mesh)
         price = BYTE_PRICES[-1] if least.mesh.tensor > 1 else 0.0
-        reason = "no plan fits"
-        try:
-            evaluate(self.work, least, self._pieces(least, price), cost)
-        except Refused as error:
-            reason = str(error)
         state_bytes = self.bounds.state_bytes(Candidate(Mesh(), 1, "1f1b", 1))
-        devices = ceil(state_bytes / cost.capacity_bytes)
-        needs = f" The state alone ({state_bytes / GIB:.1f} GiB) needs at least {devices} devices."
-        zero = f", ZeRO {least.zero}" if least.zero else ""
-        asked = f" The least was tried: {least.mesh}, {least.rows} rows per micro-batch{zero}."
-        return Refused(reason + asked + (needs if devices > self.cluster.n_devices else ""))
+        return does_not_fit(
+            self.work, least, self._pieces(least, price), cost,
+            state_bytes=state_bytes, devices=self.cluster.n_devices,
+        )  # fmt: skip
 
     def _bounded(self, found: Evaluated, bound_s: float) -> Evaluated:
         bound_s = min(bound_s, found.prediction.step_s)

@@ -7,7 +7,7 @@ Output: the changed `Cluster`; a wrong key, value or unit is a `UsageError` with
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import ceil, isfinite, prod
+from math import ceil, prod
 
 from ir.cluster import Cluster
 from ir.device import GIB, Device
@@ -65,13 +65,14 @@ def _change_of(cluster: Cluster, key: str) -> Callable[[Cluster, str], Cluster]:
 def _read(text: str, what: str, units: Mapping[str, float], now: float) -> float:
     """The new value of something that is `now` as large: `+8GiB` more, `x2`, or `96GiB`."""
     match = re.fullmatch(_NUMBER, text.strip())
-    sign, number, unit = match.groups() if match else ("", "", None)
-    known = ", ".join(u for u in ("GiB", "MiB", "GB", "MB", "GB/s") if u.lower() in units)
-    is_known = unit == "" if sign == "x" else unit is not None and unit.lower() in units
-    if match is None or not is_known or not isfinite(float(number)):
-        raise UsageError(f"{what}={text} can't be read. Write a number and its unit ({known}) such "
-                         f"as in {FORMS}.")  # fmt: skip
-    size = float(number) * (units[unit.lower()] if sign != "x" else 1.0)
+    sign, number, unit = match.groups() if match else ("", "", "?")
+    scale = {"": 1.0}.get(unit) if sign == "x" else units.get(unit.lower())
+    if scale is None:
+        known = ", ".join(u for u in ("GiB", "MiB", "GB", "MB", "GB/s") if u.lower() in units)
+        raise UsageError(
+            f"{what}={text} can't be read. Write a number with its unit ({known}), as in {FORMS}."
+        )
+    size = float(number) * scale
     return {"+": now + size, "-": now - size, "x": now * size, "": size}[sign]
 
 

@@ -103,9 +103,9 @@ def short_text(shortage: Shortage) -> str:
     candidate = shortage.candidate
     zero = f", ZeRO {candidate.zero}" if candidate.zero else ""
     text = (
-        f"no plan fits: stage {shortage.rank} needs {size(shortage.need_bytes)} per device with its "
-        f"blocks as small as they get, and {size(shortage.capacity_bytes)} are usable. Already too "
-        f"much: {words}. Largest part: {_largest(shortage)}. The least was tried: "
+        f"no plan fits: stage {shortage.rank} needs {size(shortage.need_bytes)} per device with "
+        f"its blocks as small as they get, and {size(shortage.capacity_bytes)} are usable. Already "
+        f"too much: {words}. Largest part: {_largest(shortage)}. The least was tried: "
         f"{candidate.mesh}, {candidate.rows} rows per micro-batch{zero}."
     )
     if shortage.least_devices > shortage.devices:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import deciding
 import shardwright
 
 TINY = """
@@ -204,5 +205,5 @@ def test_ctrl_c_exits_with_130(command, model, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shardwright, "load_model", interrupted)
+    monkeypatch.setattr(deciding, "load_model", interrupted)
     assert command("plan", model, "--cluster", "local:2")[0] == 130

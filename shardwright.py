@@ -303,6 +303,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], tuple[str, ...], 
 }
 EPILOG = """examples:
   shardwright plan hf:llama-3-8b --cluster 4x8xH100-SXM --seq 8192 --global-batch 512
+  shardwright explain hf:gpt2 --cluster 8xA100-80GB --global-batch 64 --why-not pipeline=2
   shardwright run examples/gpt2_bytes.py:build --cluster local:4 --steps 20
   shardwright check examples/tiny_llama.py:build --devices 4
 

@@ -7,7 +7,7 @@ Shares are of the explained plan's step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ir.cluster_change import level_names
@@ -110,7 +110,8 @@ def _difference(found: Difference) -> str:
     parts.append(("shared cores", found.rest_s / found.step_s))
     shown = sorted((p for p in parts if abs(p[1]) >= SHOWN), key=lambda p: -abs(p[1]))
     words = ", ".join(f"{word} {100 * share:+.1f}" for word, share in shown)
-    return f"{100 * found.share:+.1f} %" + (f": {words}" if words else "")
+    total = found.share if abs(found.share) >= SHOWN else 0.0  # never "-0.0 %"
+    return f"{100 * total:+.1f} %" + (f": {words}" if words else "")
 
 
 def _moves(moved: Iterable[Moved]) -> str:
@@ -186,13 +187,18 @@ def _nothing_fits(told: Explanation) -> Iterator[str]:
     yield from _shortage(told.shortage)
     if told.remedies:
         yield ""
-        yield "what would fit, each planned, the cheapest first"
-        for item in told.remedies:
-            if item.fits:
-                yield f"  {remedy_text(item)}"
-        for item in told.remedies:
-            if not item.fits:
-                yield f"  not {remedy_change(item)}: {_outcome(item.outcome, None)}"
+        yield from _remedies([item for item in told.remedies if item.fits])
+        tried = [item for item in told.remedies if not item.fits]
+        yield from (["tried as well:"] if tried else [])
+        yield from (f"  {remedy_change(item)}: {_outcome(item.outcome, None)}" for item in tried)
+
+
+def _remedies(fitting: Sequence[Remedy]) -> Iterator[str]:
+    if not fitting:
+        yield "nothing that fits was found"
+        return
+    yield "what would fit, each planned, the cheapest first"
+    yield from (f"  {remedy_text(item)}" for item in fitting)
 
 
 def _shortage(shortage: Shortage) -> Iterator[str]:
@@ -218,19 +224,20 @@ def _parts(parts: Iterable[Part]) -> str:
 
 
 def remedy_text(item: Remedy) -> str:
-    """`nodes = 2: step 1.2 s, peak 70.1 of 75.4 GiB (pipeline=2 ...)`."""
+    """`nodes = 2: step 1.2 s, peak 70.1 GiB of 75.4 GiB`."""
     assert isinstance(item.outcome, Plan)  # only what fits is told
-    freed = f", without your {_listed(item.released)}" if item.released else ""
+    chosen = ""
     if item.kind == "free":
         now = decisions(item.outcome)
-        freed = ": " + ", ".join(f"{key}={now[key]}" for key in item.released)
-    return f"{remedy_change(item)}{freed}: {_fit(item.outcome)}"
+        chosen = f" ({_listed(f'{key}={now[key]}' for key in item.released)})"
+    return f"{remedy_change(item)}{chosen}: {_fit(item.outcome)}"
 
 
 def remedy_change(item: Remedy) -> str:
     """What is changed, in words."""
+    freed = f", without your {_listed(item.released)}" if item.released else ""
     return {
         "free": f"leaving {item.change} free", "batch": f"a global batch of {item.change}, which "
-        "trains differently", "nodes": f"nodes = {item.change}",
-        "memory": f"devices with {item.change.replace('GiB', ' GiB')}",
+        "trains differently", "nodes": f"nodes = {item.change}{freed}",
+        "memory": f"devices with {item.change[:-3]} {item.change[-3:]}{freed}",
     }[item.kind]  # fmt: skip

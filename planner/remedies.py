@@ -12,15 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from ir.cluster import GIB, Cluster
+from ir.cluster import GIB
 from ir.cluster_change import changed, node_count
 from ir.errors import UsageError
 from ir.plan import Plan
 from planner.pins import divisors
 from planner.relaxations import what_if
 from planner.shortage import Shortage
-from planner.trials import Outcome, Request, Trials
+from planner.trials import Outcome, Pinned, Request, Trials
 
+MIB = 2**20
 FREED_FIRST = ("micro_batches", "recompute", "zero", "schedule", "virtual_stages")
 """Fixed decisions in the order in which they are freed; degrees of the mesh follow."""
 NODE_FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -86,35 +87,37 @@ def _smaller_batch(request: Request, shortage: Shortage, trials: Trials) -> Iter
 
 
 def _more_nodes(request: Request, shortage: Shortage, trials: Trials) -> Iterator[Remedy]:
-    """From what the state alone asks for."""
+    """From what the state alone asks for; with the fixed decisions, or else without them."""
     nodes, least = node_count(request.cluster), shortage.least_devices / shortage.devices
     factors = [factor for factor in NODE_FACTORS if factor >= least]
     for factor in factors[:MOST_NODE_TRIALS]:
-        remedy = _changed(request, "nodes", str(nodes * factor), trials)
-        if remedy is None:
-            return
-        yield remedy
+        for pins in (request.pins, {}) if request.pins else ({},):
+            remedy = _changed(request, "nodes", str(nodes * factor), trials, pins)
+            if remedy is None:
+                return
+            yield remedy
 
 
 def _more_memory(request: Request, shortage: Shortage, trials: Trials) -> Iterator[Remedy]:
-    """What the plan of least memory needs, in steps of 0.1 GiB, or of a hundredth if that is
-    coarse."""
+    """What the plan of least memory needs, rounded up to a tenth of a GiB or MiB."""
     device = request.cluster.device
     for factor in MEMORY_STEPS:
         needed_bytes = shortage.need_bytes * factor + device.reserve_bytes
-        grain_bytes = min(0.1 * GIB, 0.01 * needed_bytes)
-        needed_gib = ceil(needed_bytes / grain_bytes) * grain_bytes / GIB
-        remedy = _changed(request, "memory", f"{needed_gib:.6g}GiB", trials)
+        unit, scale = ("GiB", GIB) if needed_bytes >= GIB else ("MiB", MIB)
+        value = f"{ceil(10 * needed_bytes / scale) / 10:.1f}{unit}"
+        remedy = _changed(request, "memory", value, trials, request.pins)
         if remedy is not None:
             yield remedy
 
 
-def _changed(request: Request, key: str, value: str, trials: Trials) -> Remedy | None:
+def _changed(
+    request: Request, key: str, value: str, trials: Trials, pins: Pinned
+) -> Remedy | None:
     """None where this cluster can't be changed so."""
-    cluster: Cluster
     try:
         cluster = changed(request.cluster, {key: value})
     except UsageError:
         return None
-    outcome, released = what_if(request, cluster, trials)
-    return Remedy(key, value, outcome, released)
+    outcome, released = what_if(replace(request, pins=pins), cluster, trials)
+    freed = tuple(pin for pin in request.pins if pin not in pins)
+    return Remedy(key, value, outcome, freed + released)

@@ -52,7 +52,7 @@ def command(capsys):
 def test_help_teaches(command):
     code, out, _ = command("--help")
     assert code == 0
-    for word in ("plan", "emit", "run", "check", "hf:llama-3-8b", "exit codes"):
+    for word in ("plan", "explain", "emit", "run", "check", "hf:llama-3-8b", "exit codes"):
         assert word in out
     assert "FILE.py:build" in command("plan", "--help")[1]
 

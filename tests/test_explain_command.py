@@ -78,7 +78,7 @@ def test_a_plan_of_another_model_is_refused(command, saved, tmp_path):  # noqa: 
         (["MODEL", "--plan", "SAVED", "--global-batch", "4"], "--global-batch: the plan in"),
         (["MODEL", "--plan", "SAVED", "--pin", "data=1"], "Ask for another value with --why-not"),
         (["MODEL", "--plan", "nowhere.json"], "nowhere.json"),
-        (["MODEL", "--plan", "SAVED", "--why-not", "tensor"], "--why-not 'tensor': 'tensor' is not"),
+        (["MODEL", "--plan", "SAVED", "--why-not", "tensor"], "--why-not 'tensor': 'tensor' is"),
         (["MODEL", "--plan", "SAVED", "--why-not", ""], "--why-not asks for nothing"),
         (["MODEL", "--plan", "SAVED", "--why-not", "tenser=2"], "unknown pin 'tenser'"),
         (["MODEL", "--plan", "SAVED", "--why-not", "zero=9"], "one of 0, 1, 2, 3"),

@@ -67,7 +67,8 @@ def test_an_alternative_is_the_plan_that_its_pins_give(graph: Graph, told: Expla
 
 def test_the_parts_add_up_to_the_difference(told: Explanation) -> None:
     assert told.plan is not None
-    found = [compare(told.plan, a.outcome) for a in told.alternatives if isinstance(a.outcome, Plan)]
+    made = [a.outcome for a in told.alternatives if isinstance(a.outcome, Plan)]
+    found = [compare(told.plan, other) for other in made]
     assert found
     for item in found:
         parts = sum(seconds for _, seconds in item.parts) + item.rest_s

@@ -30,7 +30,7 @@ from planner.stage_problem import (
     StageProblem,
     price,
 )
-from planner.stage_refusal import excess_message
+from planner.stage_refusal import excess_message, least_assignment
 from planner.stages import plan_stages
 from planner.workload import Workload as Workload
 
@@ -59,6 +59,14 @@ def evaluate_stages(
 ) -> Evaluated:  # fmt: skip
     """A candidate with given stages, whether or not they fit."""
     return _Evaluation(work, candidate, found, cost).given(assignment)
+
+
+def evaluate_least(
+    work: Workload, candidate: Candidate, found: Pieces, cost: CostModel
+) -> Evaluated:
+    """A candidate with every block as small as it gets and the stages that suit that best, whether
+    or not it fits."""
+    return _Evaluation(work, candidate, found, cost).least()
 
 
 class _Evaluation(StagePrices):
@@ -91,6 +99,10 @@ class _Evaluation(StagePrices):
         prediction = self.prediction(program, plan.bound_s)
         used = replace(program, keeps=_used_keeps(program))
         return Evaluated(self.candidate, self.found, used, stages, prediction)
+
+    def least(self) -> Evaluated:
+        """The stages of least memory."""
+        return self.given(least_assignment(self._problem(self.cost.capacity_bytes)))
 
     # the stage problem
 

@@ -1,8 +1,8 @@
 """Keeps freed memory in a process that computes on the CPU, so that no step pays for it again.
 
 The C library gives large freed blocks back to the system, and the top of its heap; the next step
-asks for the same bytes and pays a page fault for each 4 KiB, which on a small model takes as long
-as the step itself. Peak memory stays what it was: the next step needs it anyway.
+asks for the same bytes and pays a page fault for each 4 KiB, which on a small model takes nearly
+as long as the step itself. Peak memory stays what it was: the next step needs it anyway.
 """
 
 import ctypes
@@ -11,7 +11,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""
 NEVER = -1
 LARGEST_KEPT_BYTES = (2**30, 2**25)
-"""Blocks up to this size are kept; C libraries before glibc 2.35 take no more than the second."""
+"""Blocks up to this size are kept; glibc 2.36 takes the first, where it is refused the second is tried
+(the most that glibc raises its threshold to by itself)."""
 
 
 def keep_freed_memory() -> bool:

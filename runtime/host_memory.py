@@ -11,8 +11,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""
 NEVER = -1
 LARGEST_KEPT_BYTES = (2**30, 2**25)
-"""Blocks up to this size are kept; glibc 2.36 takes the first, where it is refused the second is tried
-(the most that glibc raises its threshold to by itself)."""
+"""Blocks up to this size are kept. glibc 2.36 takes the first; where that is refused, the second is
+the most that the C library raises its threshold to by itself."""
 
 
 def keep_freed_memory() -> bool:

@@ -111,3 +111,24 @@ example("huber_loss.default", (*SMOOTH, 0, 0.5), 2)
 example("smooth_l1_loss.default", (*SMOOTH, 0, 0.5), 2)
 example("clamp.default", (grid, -0.5, None), 2)
 
+
+
+def windows(name: str, forward: tuple, backward: tuple, partials: int) -> None:
+    """Pooling and padding: rows and channels may be cut."""
+    example(f"{name}.default", forward, 2, partials)
+    example(f"{name}_backward.default", backward, 2, 1)
+
+
+image, volume = real(N, N, 6, 4), real(N, N, 4, 4, 4)
+pooled, places = torch.ops.aten.max_pool2d_with_indices.default(image, [2, 2])
+windows("max_pool2d_with_indices", (image, [2, 2]),
+        (pooled, image, [2, 2], [2, 2], [0, 0], [1, 1], False, places), 0)  # fmt: skip
+pooled, places = torch.ops.aten.max_pool3d_with_indices.default(volume, [2, 2, 2])
+windows("max_pool3d_with_indices", (volume, [2, 2, 2]),
+        (pooled, volume, [2] * 3, [2] * 3, [0] * 3, [1] * 3, False, places), 0)  # fmt: skip
+pooled = real(N, N, 3, 2)
+windows("avg_pool2d", (image, [2, 2]),
+        (pooled, image, [2, 2], [2, 2], [0, 0], False, True, None), 1)  # fmt: skip
+windows("_adaptive_avg_pool2d", (image, [3, 2]), (pooled, image), 1)
+windows("reflection_pad2d", (image, [1, 2, 1, 0]), (real(N, N, 7, 7), image, [1, 2, 1, 0]), 1)
+windows("replication_pad2d", (image, [1, 2, 1, 0]), (real(N, N, 7, 7), image, [1, 2, 1, 0]), 1)

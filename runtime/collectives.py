@@ -35,7 +35,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, outer: int = 1) -> tor
     """This rank's piece of the sum over the axis: `dim` shrinks by the axis size."""
     if axis.size == 1:
         return x
-    return _group(axis).reduce_scatter(cut(x, axis.size, dim, outer))
+    return _group(axis).reduce_scatter(torch.stack(cut(x, axis.size, dim, outer)))
 
 
 def all_to_all(

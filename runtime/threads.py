@@ -100,7 +100,7 @@ class Meeting:
         self._round = 0
         self._values: dict[int, object] = {}
         self._subjects: dict[int, tuple[object, ...]] = {}
-        self._results: Sequence[object] = ()
+        self._results: list[object] = []
 
     def exchange(
         self,
@@ -123,6 +123,7 @@ class Meeting:
                 wait = Wait(self.ranks[index], str(subject[0]), self._missing)
                 self._world.wait(self.condition, lambda: self._round != mine, wait)
             result: Result = self._results[index]  # type: ignore[assignment]
+            self._results[index] = None  # a member frees its own
             return result
 
     def _missing(self) -> list[int]:
@@ -132,7 +133,7 @@ class Meeting:
         if len(set(self._subjects.values())) > 1:
             said = "; ".join(f"rank {self.ranks[i]}: {self._subjects[i]}" for i in self._indices())
             raise CollectiveMismatch(f"ranks met in one collective with different requests: {said}")
-        self._results = combine([self._values[i] for i in self._indices()])  # type: ignore[misc]
+        self._results = list(combine([self._values[i] for i in self._indices()]))  # type: ignore[misc]
         self._values.clear()
         self._subjects.clear()
         self._round += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from ir.graph import DTYPE_BYTES, evaluate
+from ir.graph import TensorType, evaluate
 from ir.layout import DATA, Layout, Placement, Shard
 from ir.lower import local_type
 from ir.spmd import Spmd
@@ -23,31 +23,35 @@ that over the bias correction (torch/optim/adam.py, `_single_tensor_adam`)."""
 
 
 def collective_bytes(
-    op: str, operand_bytes: int, result_bytes: int, dim: int = 0, outer: int = 1, *_: int
+    op: str, operand: TensorType, result: TensorType, dim: int = 0, outer: int = 1
 ) -> int:
-    """Beside operand and result: gathered pieces are joined, pieces to be scattered or turned are
-    laid in a row first, and a cut with an outer part copies them before. Only a gather of the first
-    dim needs neither."""
+    """Beside operand and result. Gathered and turned pieces are joined; those to be scattered or
+    turned are laid in a row first, and a cut with an outer part may copy them before. `dim` and
+    `outer`: of the cut that is undone by a gather, else of the one that is made."""
+    operand_bytes, result_bytes = operand.bytes(1), result.bytes(1)
+    copies = outer > 1 and result.shape[dim] != outer
     match op:
         case "all_gather":
             return 0 if (dim, outer) == (0, 1) else result_bytes
-        case "reduce_scatter" | "all_to_all":
-            return operand_bytes if outer == 1 else 2 * operand_bytes
+        case "all_to_all":
+            return operand_bytes
+        case "reduce_scatter":
+            return 2 * operand_bytes - result_bytes if copies else operand_bytes
         case "shard":
-            return 0 if outer == 1 else operand_bytes
+            return operand_bytes - result_bytes if copies else 0
     return 0
 
 
 class _Chain:
     """Tensors made one from the other: each is there until the next is. The first is state."""
 
-    def __init__(self, size_bytes: int) -> None:
-        self.first_bytes = self.last_bytes = size_bytes
+    def __init__(self, first: TensorType) -> None:
+        self.first = self.last = first
         self.held_bytes = self.peak_bytes = 0
 
-    def make(self, size_bytes: int, more_bytes: int = 0) -> None:
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes + size_bytes + more_bytes)
-        self.held_bytes = self.last_bytes = size_bytes
+    def make(self, kind: TensorType, more_bytes: int = 0) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes + kind.bytes(1) + more_bytes)
+        self.held_bytes, self.last = kind.bytes(1), kind
 
 
 Step = tuple[str, str, Placement, Placement]
@@ -55,65 +59,63 @@ Step = tuple[str, str, Placement, Placement]
 
 def scattering_bytes(program: Spmd, name: str) -> int:
     """Of one gradient, while this data rank's piece of it is made."""
-    chain = _Chain(program.gradient_type(name).bytes(1))
+    chain = _Chain(program.gradient_type(name))
     _scatter(program, name, chain)
     return chain.peak_bytes
 
 
 def tail_bytes(program: Spmd, names: Sequence[str], optimizer: str, ranks: int) -> int:
-    """The most that a rank needs on top of state after its last backward; `names`: of its state."""
+    """The most that a rank needs on top of state after its last backward; `names`: of its state.
+
+    A gradient is written over its accumulator where it fits, else it lies there until the end.
+    """
     left = peak = 0
-    state = program.state_of
-    for name in (name for name in names if state[name].trainable):
+    trainable = [name for name in names if program.state_of[name].trainable]
+    for name in trainable:
         chain = _synchronised(program, name, ranks)
         peak = max(peak, left + chain.peak_bytes)
-        left += chain.held_bytes if chain.last_bytes > chain.first_bytes else 0
-    updated = max((_updated_bytes(program, n) for n in names if state[n].trainable), default=0)
-    gathered = max((_padded_bytes(program, n) for n in names if program.zero_of(n) in (1, 2)),
-                   default=0)  # fmt: skip
+        left += chain.held_bytes if chain.last.bytes(1) > chain.first.bytes(1) else 0
+    updated = max((piece_type(program, name).bytes(1) for name in trainable), default=0)
+    divided = [name for name in trainable if program.zero_of(name) in (1, 2)]
+    gathered = max((_padded_bytes(program, name) for name in divided), default=0)
     return max(peak, left + UPDATE_TENSORS[optimizer] * updated, left + gathered)
 
 
 def _synchronised(program: Spmd, name: str, ranks: int) -> _Chain:
     """From what backward added up to what the optimizer takes."""
-    zero = program.zero_of(name)
-    piece_bytes = _updated_bytes(program, name)
-    if zero >= 2:
-        chain = _Chain(piece_bytes)
-    else:
-        chain = _Chain(program.gradient_type(name).bytes(1))
+    zero, piece = program.zero_of(name), piece_type(program, name)
+    chain = _Chain(piece if zero >= 2 else program.gradient_type(name))
     if zero == 0:
         for step in program.gradient_sync(name):
             _make(program, name, chain, step)
-    else:
-        if zero == 1:
-            _scatter(program, name, chain)
+    if zero == 1:
+        _scatter(program, name, chain)
+    if zero >= 1:
         for _ in _divided(program, name)[1]:
-            chain.make(piece_bytes)
+            chain.make(piece)
     if len({stage % ranks for stage in program.stages_of_state(name)}) > 1:
-        chain.make(chain.last_bytes)
+        chain.make(chain.last)
     return chain
 
 
 def _scatter(program: Spmd, name: str, chain: _Chain) -> None:
     for step in _divided(program, name)[0]:
         _make(program, name, chain, step)
-    padded, piece = _padded_bytes(program, name), _updated_bytes(program, name)
-    copy = padded if padded != chain.last_bytes else 0
-    chain.make(piece, copy)
+    padded_bytes = _padded_bytes(program, name)
+    is_padded = padded_bytes != chain.last.bytes(1)
+    chain.make(piece_type(program, name), padded_bytes if is_padded else 0)
 
 
 def _make(program: Spmd, name: str, chain: _Chain, step: Step) -> None:
     op, axis, have, want = step
-    size_bytes = chain.last_bytes
-    if axis != DATA:
-        kind = local_type(program.state_of[name].type, Layout(tensor=want), program.degrees, 1)
-        size_bytes = kind.bytes(1)
-    place = have if op == "all_gather" else want
-    cut = (0, 1)
+    if axis == DATA:
+        chain.make(chain.last)
+        return
+    kind = local_type(program.state_of[name].type, Layout(tensor=want), program.degrees, 1)
+    place, cut = have if op == "all_gather" else want, (0, 1)
     if isinstance(place, Shard):
         cut = place.dim, int(evaluate(place.outer, program.degrees.batch))
-    chain.make(size_bytes, collective_bytes(op, chain.last_bytes, size_bytes, *cut))
+    chain.make(kind, collective_bytes(op, chain.last, kind, *cut))
 
 
 def _divided(program: Spmd, name: str) -> tuple[list[Step], list[Step]]:
@@ -124,13 +126,13 @@ def _divided(program: Spmd, name: str) -> tuple[list[Step], list[Step]]:
     return steps[:end], steps[end:]
 
 
-def _updated_bytes(program: Spmd, name: str) -> int:
+def piece_type(program: Spmd, name: str) -> TensorType:
     """What this rank updates: the parameter, or its piece."""
     local = program.state_type(name)
     if program.zero_of(name) == 0:
-        return local.bytes(1)
-    return ceil(local.elements(1) / program.degrees.data) * DTYPE_BYTES[local.dtype]
+        return local
+    return TensorType((ceil(local.elements(1) / program.degrees.data),), local.dtype)
 
 
 def _padded_bytes(program: Spmd, name: str) -> int:
-    return _updated_bytes(program, name) * program.degrees.data
+    return piece_type(program, name).bytes(1) * program.degrees.data

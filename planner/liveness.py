@@ -59,7 +59,6 @@ def exchange_bytes(nodes: Sequence[Node], types: Mapping[str, TensorType]) -> di
     found = {}
     for node in nodes:
         if node.op in COLLECTIVES:
-            pair = types[node.inputs[0]].bytes(1), types[node.outputs[0]].bytes(1)
-            cuts = [number for number in node.args[2:] if isinstance(number, int)]
-            found[node.outputs[0]] = collective_bytes(node.op, *pair, *cuts)
+            pair = types[node.inputs[0]], types[node.outputs[0]]
+            found[node.outputs[0]] = collective_bytes(node.op, *pair, *node.args[-2:])
     return found

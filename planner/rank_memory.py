@@ -49,6 +49,7 @@ def _change(stage: StageMemory, kind: str) -> tuple[int, int]:
 def _waiting_bytes(order: Order, rank: int, messages: Sequence[Message]) -> list[int]:
     """What has come, or was left by another stage here, and is not asked for yet, during each
     action of the rank."""
+    messages = sorted(messages, key=lambda message: message.source)  # as the layout lists them
     sizes: dict[Letter, int] = {}
     due: dict[int, deque[Letter]] = {}
     for source, actions in enumerate(order):

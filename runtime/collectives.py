@@ -49,8 +49,8 @@ def all_to_all(
     """Moves the cut from `concat_dim`, which becomes whole, to `split_dim`, which is now cut."""
     if axis.size == 1:
         return x
-    pieces = _group(axis).all_to_all(cut(x, axis.size, split_dim, split_outer))
-    return join(pieces, concat_dim, concat_outer)
+    pieces = _group(axis).all_to_all(torch.stack(cut(x, axis.size, split_dim, split_outer)))
+    return join(pieces.unbind(), concat_dim, concat_outer)
 
 
 def shard(x: torch.Tensor, axis: Axis, dim: int, outer: int = 1) -> torch.Tensor:

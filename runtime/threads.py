@@ -194,18 +194,18 @@ class ThreadGroup:
 
         return self._exchange("all_gather", [x], combine)
 
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, pieces: torch.Tensor) -> torch.Tensor:
         def combine(values: list[Tensors]) -> list[torch.Tensor]:
             columns = zip(*values, strict=True)
             return [reduce_in_order(list(column), "sum") for column in columns]
 
         return self._exchange("reduce_scatter", list(pieces), combine)
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        def combine(values: list[Tensors]) -> list[list[torch.Tensor]]:
-            return [[piece.clone() for piece in column] for column in zip(*values, strict=True)]
+    def all_to_all(self, pieces: torch.Tensor) -> torch.Tensor:
+        def combine(values: list[Tensors]) -> list[torch.Tensor]:
+            return [torch.stack(column) for column in zip(*values, strict=True)]
 
-        return self._exchange("all_to_all", pieces, combine)
+        return self._exchange("all_to_all", list(pieces), combine)
 
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
         def combine(values: list[Tensors]) -> list[torch.Tensor]:

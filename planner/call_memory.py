@@ -16,7 +16,7 @@ from ir.lower import Lowered
 from ir.split import Split
 from ir.spmd import Spmd
 from planner.liveness import exchange_bytes, peak_bytes
-from planner.storage import Storage
+from planner.storage import Storage, early_storage
 
 
 @dataclass
@@ -79,6 +79,21 @@ class CallMemory:
         return peak_bytes(
             lowered.forward, self.storage, present=(), until_end=[*lowered.outputs, *kept],
             uncounted=self._outside, working=self._working(lowered.forward),
+        )  # fmt: skip
+
+    @cached_property
+    def early_bytes(self) -> int:
+        """Results of the prologue, which last all step."""
+        return sum(self.lowered.types[name].bytes(1) for name in self.lowered.early)
+
+    @cached_property
+    def prologue_bytes(self) -> int:
+        """The most that the prologue makes at a time."""
+        lowered = self.lowered
+        return peak_bytes(
+            lowered.prologue, early_storage(lowered), present=(), until_end=lowered.early,
+            uncounted=lowered.block.inputs,
+            working=exchange_bytes(lowered.prologue, lowered.early_types),
         )  # fmt: skip
 
     def backward_bytes(self, alone: frozenset[str]) -> int:

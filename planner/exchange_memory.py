@@ -1,6 +1,6 @@
 """The bytes that exchanging gradients and updating parameters needs while it runs.
 
-Input: a program, the state tensors of a rank. Output: bytes beside state, as `runtime.gradients`,
+Input: a program, a state tensor, or all of a rank. Output: bytes beside state, as `runtime.gradients`,
 `runtime.zero` and `runtime.optimizers` need them: tensor by tensor, results written over what they
 replace. Names of collectives as in `runtime.collectives`.
 """
@@ -8,7 +8,9 @@ replace. Names of collectives as in `runtime.collectives`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
+from typing import TypeAlias
 
 from ir.graph import TensorType, evaluate
 from ir.layout import DATA, Layout, Placement, Shard
@@ -42,6 +44,57 @@ def collective_bytes(
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Of one state tensor after the last backward. `sync_bytes`: the most while its gradient is
+    brought to it, the last result of which, `made_bytes`, is no state; `gradient_bytes`: that
+    result in any case; `left_bytes`: what of it fits no accumulator, and lies there until the end.
+    `update_bytes` and `gather_bytes`: while it is updated, and gathered from its pieces."""
+
+    sync_bytes: int = 0
+    made_bytes: int = 0
+    gradient_bytes: int = 0
+    left_bytes: int = 0
+    update_bytes: int = 0
+    gather_bytes: int = 0
+
+
+NO_TAIL = Tail()
+
+
+def tail_of(program: Spmd, name: str, optimizer: str) -> Tail:
+    """Without the sum over the pipeline ranks that share a tied parameter."""
+    if not program.state_of[name].trainable:
+        return NO_TAIL
+    chain = _synchronised(program, name)
+    result, fits = chain.last.bytes(1), chain.last.elements(1) <= chain.first.elements(1)
+    is_gathered = program.zero_of(name) in (1, 2)
+    return Tail(
+        chain.peak_bytes, chain.held_bytes, result, 0 if fits else result,
+        UPDATE_TENSORS[optimizer] * piece_type(program, name).bytes(1),
+        _padded_bytes(program, name) if is_gathered else 0,
+    )  # fmt: skip
+
+
+def tail_bytes(tails: Sequence[tuple[Tail, bool]]) -> int:
+    """The most that a rank needs on top of state after its last backward: of each state tensor,
+    in order, its `Tail` and whether it is tied to one of another rank."""
+    left = peak = 0
+    for tail, is_tied in tails:
+        summed_bytes = tail.made_bytes + tail.gradient_bytes if is_tied else 0
+        peak = max(peak, left + max(tail.sync_bytes, summed_bytes))
+        left += tail.left_bytes
+    once = (max(tail.update_bytes, tail.gather_bytes) for tail, _ in tails)
+    return max(peak, left + max(once, default=0))
+
+
+def scattering_bytes(program: Spmd, name: str) -> int:
+    """Of one gradient, while this data rank's piece of it is made."""
+    chain = _Chain(program.gradient_type(name))
+    _scatter(program, name, chain)
+    return chain.peak_bytes
+
+
 class _Chain:
     """Tensors made one from the other: each is there until the next is. The first is state."""
 
@@ -54,34 +107,10 @@ class _Chain:
         self.held_bytes, self.last = kind.bytes(1), kind
 
 
-Step = tuple[str, str, Placement, Placement]
+Step: TypeAlias = "tuple[str, str, Placement, Placement]"
 
 
-def scattering_bytes(program: Spmd, name: str) -> int:
-    """Of one gradient, while this data rank's piece of it is made."""
-    chain = _Chain(program.gradient_type(name))
-    _scatter(program, name, chain)
-    return chain.peak_bytes
-
-
-def tail_bytes(program: Spmd, names: Sequence[str], optimizer: str, ranks: int) -> int:
-    """The most that a rank needs on top of state after its last backward; `names`: of its state.
-
-    A gradient is written over its accumulator where it fits, else it lies there until the end.
-    """
-    left = peak = 0
-    trainable = [name for name in names if program.state_of[name].trainable]
-    for name in trainable:
-        chain = _synchronised(program, name, ranks)
-        peak = max(peak, left + chain.peak_bytes)
-        left += chain.held_bytes if chain.last.bytes(1) > chain.first.bytes(1) else 0
-    updated = max((piece_type(program, name).bytes(1) for name in trainable), default=0)
-    divided = [name for name in trainable if program.zero_of(name) in (1, 2)]
-    gathered = max((_padded_bytes(program, name) for name in divided), default=0)
-    return max(peak, left + UPDATE_TENSORS[optimizer] * updated, left + gathered)
-
-
-def _synchronised(program: Spmd, name: str, ranks: int) -> _Chain:
+def _synchronised(program: Spmd, name: str) -> _Chain:
     """From what backward added up to what the optimizer takes."""
     zero, piece = program.zero_of(name), piece_type(program, name)
     chain = _Chain(piece if zero >= 2 else program.gradient_type(name))
@@ -93,8 +122,6 @@ def _synchronised(program: Spmd, name: str, ranks: int) -> _Chain:
     if zero >= 1:
         for _ in _divided(program, name)[1]:
             chain.make(piece)
-    if len({stage % ranks for stage in program.stages_of_state(name)}) > 1:
-        chain.make(chain.last)
     return chain
 
 

@@ -7,13 +7,12 @@ lies there once. A function deletes a value after the last call that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field, replace
 
 from ir.spmd import Spmd, StageCall
 from planner.call_memory import CallMemory
-from planner.exchange_memory import scattering_bytes
-from planner.price import StateCost
+from planner.zero import ZeroMoves
 
 Memories = Callable[[StageCall], CallMemory]
 
@@ -22,16 +21,26 @@ Memories = Callable[[StageCall], CallMemory]
 class StageMemory:
     """Of one micro-batch. `forward_bytes` and `backward_bytes`: the most during these functions,
     with what was received for them; `weight_bytes`: during the weights' half of a split backward.
-    `saved_bytes`: from forward to backward; `pending_bytes`: between its halves. `taken_bytes`:
-    values received for forward; `returned_bytes`: gradients received for backward."""
+    `saved_bytes`: from forward to backward; `pending_bytes`: between its halves."""
 
     forward_bytes: int
     backward_bytes: int
     weight_bytes: int
     saved_bytes: int
     pending_bytes: int
-    taken_bytes: int
-    returned_bytes: int
+
+    @property
+    def beyond_bytes(self) -> int:
+        """The most beside what is saved."""
+        return max(self.forward_bytes, self.backward_bytes) - self.saved_bytes
+
+    def beside(self, saved_bytes: int, working_bytes: int) -> StageMemory:
+        """With more that is saved, and more that is there while the stage runs."""
+        return replace(
+            self, saved_bytes=self.saved_bytes + saved_bytes,
+            forward_bytes=self.forward_bytes + saved_bytes + working_bytes,
+            backward_bytes=self.backward_bytes + saved_bytes + working_bytes,
+        )  # fmt: skip
 
 
 @dataclass
@@ -66,33 +75,28 @@ Refs = list[tuple[str, Hashable]]
 
 
 def stage_memory(
-    program: Spmd, stage: int, memories: Memories, state: Mapping[str, StateCost], *,
-    splits: bool = False,
-) -> StageMemory:  # fmt: skip
+    program: Spmd, stage: int, memories: Memories, moves: ZeroMoves, *, splits: bool = False
+) -> StageMemory:
     """`splits`: the schedule runs the halves of a backward apart."""
-    walk = _Walk(program, stage, memories, state)
-    taken_bytes = walk.live.current
+    walk = _Walk(program, stage, memories, moves)
     walk.forward()
     forward_bytes, saved_bytes = walk.live.peak, walk.live.current
-    returned_bytes = walk.begin_backward()
+    walk.begin_backward()
     walk.backward(splits=splits)
     backward_bytes, pending_bytes = walk.live.peak, walk.live.current
     weight_bytes = walk.weights() if splits else 0
     return StageMemory(
-        forward_bytes, backward_bytes, weight_bytes, saved_bytes, pending_bytes, taken_bytes,
-        returned_bytes,
-    )  # fmt: skip
+        forward_bytes, backward_bytes, weight_bytes, saved_bytes, pending_bytes
+    )
 
 
 class _Walk:
     """One micro-batch through a stage. `values` and `gradients`: the storage of what a variable of
     the stage's functions holds; None for state and the batch, which are counted elsewhere."""
 
-    def __init__(
-        self, program: Spmd, stage: int, memories: Memories, state: Mapping[str, StateCost]
-    ) -> None:
-        self.program, self.stage, self.calls = program, stage, program.stages[stage]
-        self.memories, self.state = memories, state
+    def __init__(self, program: Spmd, stage: int, memories: Memories, moves: ZeroMoves) -> None:
+        self.program, self.calls = program, program.stages[stage]
+        self.memories, self.moves = memories, moves
         self.live = Live()
         self.values: dict[str, Hashable] = {}
         self.gradients: dict[str, Hashable] = {}
@@ -115,7 +119,7 @@ class _Walk:
         held = {message.value for message in self.coming}
         for place, placed in calls:
             memory = self.memories(placed)
-            gathered = self._gathered_bytes(placed, "forward")
+            gathered = self._gathered_bytes(self.moves.names_of(placed)[1])
             self.live.reach(gathered + memory.forward_bytes + memory.inner_kept_bytes)
             results = self.program.call(placed).results
             for value, name in zip(results, memory.lowered.outputs, strict=True):
@@ -135,9 +139,9 @@ class _Walk:
             if self.values[name] is not None:
                 self.live.drop(self.values[name])
 
-    def begin_backward(self) -> int:
-        """With the gradients that came back; their bytes."""
-        before = self.live.peak = self.live.current
+    def begin_backward(self) -> None:
+        """With the gradients that came back."""
+        self.live.peak = self.live.current
         for message in self.going:
             if message.gradient is None:
                 continue
@@ -147,7 +151,6 @@ class _Walk:
                 continue
             self.gradients[message.value] = ("returned", message.value)
             self.live.hold(self.gradients[message.value], size_bytes)
-        return self.live.current - before
 
     def backward(self, *, splits: bool) -> None:
         """Last call first; a gradient is there until the maker of its value has run."""
@@ -169,13 +172,15 @@ class _Walk:
         self, placed: StageCall, memory: CallMemory, saved: Refs, *, halves: bool
     ) -> None:
         peak = memory.input_bytes if halves else memory.backward_bytes
-        summed = sum(self.state[name].summed_bytes for name in self.program.scattered(placed))
-        whole = summed + self._gathered_bytes(placed, "backward")
+        *_, gathered, scattered = self.moves.names_of(placed)
+        summed = sum(self.moves.state[name].summed_bytes for name in scattered)
+        whole = summed + self._gathered_bytes(gathered)
         self._run(saved, lambda alone: peak(alone) + whole)
         handed = [self._hold(placed, memory, owner) for _, owner in memory.handed]
         if halves:
             self.pending.append(self._refs(placed, memory, memory.pending))
-        self.live.reach(summed + self._scattering_bytes(placed))
+        scattering = [self.moves.state[name].scattering_bytes for name in scattered]
+        self.live.reach(summed + max(scattering, default=0))  # one at a time
         values = dict(
             zip(memory.lowered.block.inputs, self.program.call(placed).arguments, strict=True)
         )
@@ -220,14 +225,8 @@ class _Walk:
             if key is not None:
                 self.live.drop(key)
 
-    def _gathered_bytes(self, placed: StageCall, phase: str) -> int:
-        names = self.program.gathered(placed, phase) if self.program.zero == 3 else ()
-        return sum(self.state[name].gathered_bytes for name in names)
-
-    def _scattering_bytes(self, placed: StageCall) -> int:
-        """Beside the whole gradients, of one at a time."""
-        names = self.program.scattered(placed) if self.program.zero >= 2 else ()
-        return max((scattering_bytes(self.program, name) for name in names), default=0)
+    def _gathered_bytes(self, names: Iterable[str]) -> int:
+        return sum(self.moves.state[name].gathered_bytes for name in names)
 
     def _hold(self, placed: StageCall, memory: CallMemory, owner: str) -> Hashable:
         key = self._key(placed, memory, owner)

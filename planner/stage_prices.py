@@ -13,18 +13,29 @@ from itertools import groupby
 from ir.plan import Prediction, StageCost
 from ir.schedules import Held, schedule_order, splits_backward
 from ir.spmd import Spmd, StageCall
+from planner.call_memory import CallMemory
 from planner.cost import CostModel
 from planner.exchange import Exchange, Load, exchange, exposed_send_s, exposed_tensor_s
-from planner.halves import Menu, all_halves, pending_bytes, with_working_memory
+from planner.exchange_memory import tail_bytes
+from planner.halves import Menu, all_halves, with_working_memory
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.pipeline import Pipeline, Ports, StageSeconds, Tail, Transfer
 from planner.price import Seconds, StateCost
-from planner.ranks import by_rank, most_held_bytes, rank_cost
+from planner.rank_memory import rank_bytes
+from planner.ranks import by_rank, most_held_bytes
 from planner.recompute import MenuPoint
-from planner.schedule import StageTime, bubble_s, held_batches, moments, shared_step_s
+from planner.schedule import (
+    StageTime,
+    bubble_s,
+    held_batches,
+    moments,
+    settled_batches,
+    shared_step_s,
+)
 from planner.sends import crossing_s
-from planner.stage_bytes import gathered_bytes, point_of, sent_bytes, stage_cost
+from planner.stage_bytes import batch_bytes, gathered_bytes, is_shared, point_of, sent_bytes
+from planner.stage_memory import StageMemory, stage_memory
 from planner.workload import Workload
 from planner.zero import ZeroMoves, held_costs, tied_s
 
@@ -268,24 +279,64 @@ class StagePrices:
         return StateCost.total([self.state[name] for name in self._rank_state(program, rank)])
 
     def _rank_cost(self, program: Spmd, rank: int, times: StageTime) -> StageCost:
-        """All stages of a rank together."""
-        candidate, stages = self.candidate, self.candidate.stages_of(rank)
-        costs = [
-            stage_cost(
-                program, s, self.found, self._state_of_stage(program, s),
-                gathered_bytes(program, s, self.state, self.cost),
-                sent_bytes(program, s, self.cost), 1.0, times, self.moves,
-            ) for s in stages
-        ]  # fmt: skip
-        saved = [cost.saved_bytes for cost in costs]
-        pending = [
-            pending_bytes(program, s, self.found, self.halves) if self.halves else 0 for s in stages
-        ]
-        held = most_held_bytes(self._moments(rank), saved, pending)
+        """All stages of a rank together: state, what is held at the fullest moment with the rows of
+        the batch, and what its instructions need beside that."""
+        stages = self.candidate.stages_of(rank)
+        memories = {s: self._stage_memory(program, s) for s in stages}
+        held, most = self._held_bytes(rank, memories), self._most_bytes(program, rank, memories)
+        batch = batch_bytes(program, stages)
+        early = [self._call_memory(p) for s in stages for p in program.stages[s]]
+        early_bytes = sum(memory.early_bytes for memory in early)
+        names, state = self._rank_state(program, rank), self._state_of_rank(program, rank)
+        ranks = self.candidate.mesh.pipeline
+        tails = [(self.state[name].tail, is_shared(program, name, ranks)) for name in names]
+        most = max(most, tail_bytes(tails), *(memory.prologue_bytes for memory in early))
+        return StageCost(
+            *times, state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes,
+            held + batch, early_bytes + most - held,
+        )  # fmt: skip
+
+    def _stage_memory(self, program: Spmd, stage: int) -> StageMemory:
+        """With what other stacks hold beside it."""
+        found = stage_memory(
+            program, stage, self._call_memory, self.moves, splits=bool(self.halves)
+        )
+        return found.beside(
+            sent_bytes(program, stage, self.cost),
+            gathered_bytes(program, stage, self.state, self.cost),
+        )
+
+    def _call_memory(self, placed: StageCall) -> CallMemory:
+        key, known = (placed.variant, placed.keep), self.found.memories
+        if key not in known:
+            point, inner = point_of(self.found, placed), self.found.times[placed.variant].inner
+            working = {name: int(size) for name, (_, size) in inner.items()}
+            storage = self.found.storages[placed.variant]
+            known[key] = CallMemory(self.program, *key, storage, working, point.inner_bytes)
+        return known[key]
+
+    def _held_bytes(self, rank: int, memories: Mapping[int, StageMemory]) -> int:
+        """Of all micro-batches, at the fullest moment between two actions."""
+        candidate = self.candidate
+        saved = [memory.saved_bytes for memory in memories.values()]
+        pending = [memory.pending_bytes for memory in memories.values()]
+        if self._hidden_stages == 1:
+            return most_held_bytes(self._moments(rank), saved, pending)
+        flights = held_batches(
+            rank, candidate.mesh.pipeline, candidate.micro_batches, candidate.schedule,
+            self._hidden_stages,
+        )  # fmt: skip
+        return int(flights * sum(saved))
+
+    def _most_bytes(self, program: Spmd, rank: int, memories: Mapping[int, StageMemory]) -> int:
+        """At any moment of an action."""
+        candidate, ranks = self.candidate, self.candidate.mesh.pipeline
         if self._hidden_stages > 1:
-            flights = held_batches(
-                rank, candidate.mesh.pipeline, candidate.micro_batches, candidate.schedule,
-                self._hidden_stages,
-            )  # fmt: skip
-            held = int(flights * sum(saved))
-        return rank_cost(costs, self._state_of_rank(program, rank), held, times)
+            alone = max(memory.beyond_bytes for memory in memories.values())
+            return self._held_bytes(rank, memories) + alone
+        count = settled_batches(candidate.schedule, ranks, candidate.micro_batches)
+        order = schedule_order(
+            candidate.schedule, ranks=ranks, micro_batches=count,
+            virtual_stages=candidate.virtual_stages,
+        )  # fmt: skip
+        return rank_bytes(order, rank, memories, program.messages)

@@ -65,8 +65,11 @@ def shard(x: torch.Tensor, axis: Axis, dim: int, outer: int = 1) -> torch.Tensor
 
 
 def first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """`x` on index 0 and zeros elsewhere: a replicated tensor becomes a partial sum."""
-    return x if axis.index == 0 else torch.zeros_like(x)
+    """`x` on index 0 and zeros elsewhere: a replicated tensor becomes a partial sum.
+
+    A copy, so that all ranks hold as much: a view would keep all of what it views.
+    """
+    return x.clone() if axis.index == 0 else torch.zeros_like(x)
 
 
 def cut(x: torch.Tensor, pieces: int, dim: int, outer: int = 1) -> tuple[torch.Tensor, ...]:

@@ -124,10 +124,14 @@ class CallMemory:
         self, what: str, nodes: tuple[Node, ...], alone: frozenset[str], ends: Iterable[str]
     ) -> int:
         if (what, alone) not in self._peaks:
-            held = {*self._outside, *self.kept, *(self.pending if what == "weight" else ())}
+            kept = self.program.kept(self.variant, self.keep)
+            given = self.split.pending if what == "weight" else kept
+            owner = self.storage.owner
+            free = [n for n in {*self._outside, *given} if n in owner and owner[n] not in alone]
             self._peaks[what, alone] = peak_bytes(
-                nodes, self.storage, present=alone, until_end=tuple(ends),
-                uncounted=held - alone, working=self._working(nodes),
+                nodes, self.storage.again(nodes, given), until_end=tuple(ends),
+                present=[name for name in given if owner[name] in alone],
+                uncounted=free, working=self._working(nodes),
             )  # fmt: skip
         return self._peaks[what, alone]
 

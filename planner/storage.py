@@ -44,6 +44,20 @@ class Storage:
         """The bytes that hold these values, each storage once."""
         return sum(self.size_bytes[o] for o in dict.fromkeys(self.owner[n] for n in names))
 
+    def again(self, nodes: Iterable[Node], given: Iterable[str]) -> Storage:
+        """For nodes that may make a storage again of which `given` values, views, hold the old."""
+        nodes = tuple(nodes)
+        made = {name for node in nodes for name in node.outputs}
+        old = {name: f"old {o}" for name in given if (o := self.owner[name]) in made}
+        if not old:
+            return self
+        owner = self.owner | old
+        for node in nodes:
+            if node.outputs[0] in owner and self.is_alias(node):
+                owner[node.outputs[0]] = owner[node.operands[0]]
+        sizes = {name: self.size_bytes[self.owner[value]] for value, name in old.items()}
+        return Storage(owner, self.size_bytes | sizes)
+
     def is_alias(self, node: Node) -> bool:
         """Whether a node only looks at the memory of its operand."""
         return self.owner[node.outputs[0]] != node.outputs[0]

@@ -1,8 +1,8 @@
 """The bytes of one call of a block: what it makes, hands on and holds, in each of its functions.
 
-Input: a program, a variant with its menu point, its storages. Output: `CallMemory`. The caller holds
-arguments and tangents until the call is over, so a block can free only what it makes itself and what
-is handed to it alone: the values that forward kept.
+Input: a program, a variant with its menu point, its storages. Output: `CallMemory`. The caller
+holds arguments and tangents until the call is over, so a block can free only what it makes itself
+and what is handed to it alone: the values that forward kept.
 """
 
 from __future__ import annotations

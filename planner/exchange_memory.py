@@ -1,8 +1,8 @@
 """The bytes that exchanging gradients and updating parameters needs while it runs.
 
-Input: a program, a state tensor, or all of a rank. Output: bytes beside state, as `runtime.gradients`,
-`runtime.zero` and `runtime.optimizers` need them: tensor by tensor, results written over what they
-replace. Names of collectives as in `runtime.collectives`.
+Input: a program, a state tensor, or all of a rank. Output: bytes beside state, as `runtime` needs
+them (`gradients`, `zero`, `optimizers`): tensor by tensor, each result written over what it
+replaces. Names of collectives as in `runtime.collectives`.
 """
 
 from __future__ import annotations

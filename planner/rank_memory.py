@@ -36,14 +36,12 @@ def rank_bytes(
 def _change(stage: StageMemory, kind: str) -> tuple[int, int]:
     """(the most during an action beside what was held, what it adds to that)."""
     saved, pending = stage.saved_bytes, stage.pending_bytes
-    match kind:
-        case "F":
-            return stage.forward_bytes, saved
-        case "W":
-            return stage.weight_bytes - pending, -pending
-        case "I":
-            return stage.backward_bytes - saved, pending - saved
-    return stage.backward_bytes - saved, -saved
+    if kind == FORWARD:
+        return stage.forward_bytes, saved
+    if kind == BACKWARD_WEIGHT:
+        return stage.weight_bytes - pending, -pending
+    left = pending if kind == BACKWARD_INPUT else 0
+    return stage.backward_bytes - saved, left - saved
 
 
 def _waiting_bytes(order: Order, rank: int, messages: Sequence[Message]) -> list[int]:

@@ -11,31 +11,21 @@ from dataclasses import replace
 from itertools import groupby
 
 from ir.plan import Prediction, StageCost
-from ir.schedules import Held, schedule_order, splits_backward
+from ir.schedules import schedule_order, splits_backward
 from ir.spmd import Spmd, StageCall
-from planner.call_memory import CallMemory
 from planner.cost import CostModel
 from planner.exchange import Exchange, Load, exchange, exposed_send_s, exposed_tensor_s
-from planner.exchange_memory import tail_bytes
 from planner.halves import Menu, all_halves, with_working_memory
+from planner.memories import Memories
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.pipeline import Pipeline, Ports, StageSeconds, Tail, Transfer
 from planner.price import Seconds, StateCost
-from planner.rank_memory import rank_bytes
-from planner.ranks import by_rank, most_held_bytes
+from planner.ranks import by_rank
 from planner.recompute import MenuPoint
-from planner.schedule import (
-    StageTime,
-    bubble_s,
-    held_batches,
-    moments,
-    settled_batches,
-    shared_step_s,
-)
+from planner.schedule import StageTime, bubble_s, shared_step_s
 from planner.sends import crossing_s
-from planner.stage_bytes import batch_bytes, gathered_bytes, is_shared, point_of, sent_bytes
-from planner.stage_memory import StageMemory, stage_memory
+from planner.stage_bytes import point_of
 from planner.workload import Workload
 from planner.zero import ZeroMoves, held_costs, tied_s
 
@@ -67,6 +57,7 @@ class StagePrices:
             always = [self.program.always(number) for number in range(len(work.kinds))]
             self.halves = all_halves(found, always)
             self.found = with_working_memory(found, self.halves)
+        self.memories = Memories(candidate, self.found, cost, self.moves)
 
     def _names(self, calls: Sequence[int]) -> list[str]:
         """The state tensors that calls read, each once."""
@@ -105,11 +96,7 @@ class StagePrices:
     def _virtual(self) -> int:
         """Pieces of the model per pipeline rank: our stages, or those of a stack whose stages are
         not known one by one."""
-        return self._hidden_stages * self.candidate.virtual_stages
-
-    @property
-    def _hidden_stages(self) -> int:
-        return self.cost.traits.virtual_stages if self.candidate.mesh.pipeline > 1 else 1
+        return self.memories.hidden_stages * self.candidate.virtual_stages
 
     def _between_s(self, size_bytes: float, source: int, target: int) -> float:
         """From stage to stage. Between two stages of a rank nothing moves; from the last rank to
@@ -127,13 +114,6 @@ class StagePrices:
         return crossing_s(
             program, value, self.cost, lambda size: self._between_s(size, source, target)
         )
-
-    def _moments(self, rank: int) -> tuple[tuple[Held, ...], ...]:
-        candidate = self.candidate
-        return moments(
-            candidate.schedule, rank, candidate.mesh.pipeline, candidate.micro_batches,
-            candidate.virtual_stages,
-        )  # fmt: skip
 
     def prediction(self, program: Spmd, bound_s: float) -> Prediction:
         """Of a program with its stages; `bound_s`: what no other stages beat,
@@ -165,18 +145,18 @@ class StagePrices:
     def _stage_seconds(self, program: Spmd) -> list[tuple[Seconds, Seconds]]:
         """Forward and backward of a micro-batch, with the actual sends: on both their sides, or
         on the sender's where they meet what comes back."""
-        own = self._own_seconds(program)
+        own, hidden = self._own_seconds(program), self.memories.hidden_stages
         forward = [stage_forward for stage_forward, _, _ in own]
         backward = [stage_input + weights for _, stage_input, weights in own]
         for message in program.messages:
             send_s = self._crossing_s(program, message.value, message.source, message.target)
             ends = (message.source, message.target)
             for s in ends[:1] if self.cost.sends_meet else ends:
-                exposed_s = exposed_send_s(send_s, forward[s].compute_s, self._hidden_stages)
+                exposed_s = exposed_send_s(send_s, forward[s].compute_s, hidden)
                 forward[s] += Seconds(0.0, exposed_s)
             for s in ends[1:] if self.cost.sends_meet else ends:
                 if message.gradient:
-                    exposed_s = exposed_send_s(send_s, backward[s].compute_s, self._hidden_stages)
+                    exposed_s = exposed_send_s(send_s, backward[s].compute_s, hidden)
                     backward[s] += Seconds(0.0, exposed_s)
         return list(zip(forward, backward, strict=True))
 
@@ -279,64 +259,11 @@ class StagePrices:
         return StateCost.total([self.state[name] for name in self._rank_state(program, rank)])
 
     def _rank_cost(self, program: Spmd, rank: int, times: StageTime) -> StageCost:
-        """All stages of a rank together: state, what is held at the fullest moment with the rows of
-        the batch, and what its instructions need beside that."""
-        stages = self.candidate.stages_of(rank)
-        memories = {s: self._stage_memory(program, s) for s in stages}
-        held, most = self._held_bytes(rank, memories), self._most_bytes(program, rank, memories)
-        batch = batch_bytes(program, stages)
-        early = [self._call_memory(p) for s in stages for p in program.stages[s]]
-        early_bytes = sum(memory.early_bytes for memory in early)
+        """All stages of a rank together: state, what is held at the fullest moment, and what its
+        instructions need beside that."""
         names, state = self._rank_state(program, rank), self._state_of_rank(program, rank)
-        ranks = self.candidate.mesh.pipeline
-        tails = [(self.state[name].tail, is_shared(program, name, ranks)) for name in names]
-        most = max(most, tail_bytes(tails), *(memory.prologue_bytes for memory in early))
+        held_bytes, working_bytes = self.memories.of_rank(program, rank, names)
         return StageCost(
             *times, state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes,
-            held + batch, early_bytes + most - held,
+            held_bytes, working_bytes,
         )  # fmt: skip
-
-    def _stage_memory(self, program: Spmd, stage: int) -> StageMemory:
-        """With what other stacks hold beside it."""
-        found = stage_memory(
-            program, stage, self._call_memory, self.moves, splits=bool(self.halves)
-        )
-        return found.beside(
-            sent_bytes(program, stage, self.cost),
-            gathered_bytes(program, stage, self.state, self.cost),
-        )
-
-    def _call_memory(self, placed: StageCall) -> CallMemory:
-        key, known = (placed.variant, placed.keep), self.found.memories
-        if key not in known:
-            point, inner = point_of(self.found, placed), self.found.times[placed.variant].inner
-            working = {name: int(size) for name, (_, size) in inner.items()}
-            storage = self.found.storages[placed.variant]
-            known[key] = CallMemory(self.program, *key, storage, working, point.inner_bytes)
-        return known[key]
-
-    def _held_bytes(self, rank: int, memories: Mapping[int, StageMemory]) -> int:
-        """Of all micro-batches, at the fullest moment between two actions."""
-        candidate = self.candidate
-        saved = [memory.saved_bytes for memory in memories.values()]
-        pending = [memory.pending_bytes for memory in memories.values()]
-        if self._hidden_stages == 1:
-            return most_held_bytes(self._moments(rank), saved, pending)
-        flights = held_batches(
-            rank, candidate.mesh.pipeline, candidate.micro_batches, candidate.schedule,
-            self._hidden_stages,
-        )  # fmt: skip
-        return int(flights * sum(saved))
-
-    def _most_bytes(self, program: Spmd, rank: int, memories: Mapping[int, StageMemory]) -> int:
-        """At any moment of an action."""
-        candidate, ranks = self.candidate, self.candidate.mesh.pipeline
-        if self._hidden_stages > 1:
-            alone = max(memory.beyond_bytes for memory in memories.values())
-            return self._held_bytes(rank, memories) + alone
-        count = settled_batches(candidate.schedule, ranks, candidate.micro_batches)
-        order = schedule_order(
-            candidate.schedule, ranks=ranks, micro_batches=count,
-            virtual_stages=candidate.virtual_stages,
-        )  # fmt: skip
-        return rank_bytes(order, rank, memories, program.messages)

@@ -2,8 +2,6 @@
 
 Input: `Pieces`, a mesh, micro-batches, a schedule. Output: `Evaluated`, with the program that it
 stands for. The stage problem works with one typical cut; the prediction with the actual one.
-Where a rank has several stages the problem gives each an equal part of its memory: a first step,
-which may recompute more than it has to.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from planner.stage_problem import (
     StageProblem,
     price,
 )
-from planner.stage_refusal import excess_message
+from planner.stage_refusal import excess_message, least_assignment
 from planner.stages import plan_stages
 from planner.workload import Workload as Workload
 
@@ -61,6 +59,14 @@ def evaluate_stages(
 ) -> Evaluated:  # fmt: skip
     """A candidate with given stages, whether or not they fit."""
     return _Evaluation(work, candidate, found, cost).given(assignment)
+
+
+def evaluate_least(
+    work: Workload, candidate: Candidate, found: Pieces, cost: CostModel
+) -> Evaluated:
+    """A candidate with every block as small as it gets and the stages that suit that best, whether
+    or not it fits."""
+    return _Evaluation(work, candidate, found, cost).least()
 
 
 class _Evaluation(StagePrices):
@@ -94,6 +100,10 @@ class _Evaluation(StagePrices):
         used = replace(program, keeps=_used_keeps(program))
         return Evaluated(self.candidate, self.found, used, stages, prediction)
 
+    def least(self) -> Evaluated:
+        """The stages of least memory."""
+        return self.given(least_assignment(self._problem(self.cost.capacity_bytes)))
+
     # the stage problem
 
     def _problem(self, room_bytes: float) -> StageProblem:
@@ -108,10 +118,9 @@ class _Evaluation(StagePrices):
         candidate = self.candidate
         crossing = self._typical_crossing() if candidate.stages > 1 else []
         sends = tuple(self._send_s(crossing, stage) for stage in range(candidate.stages - 1))
-        share_bytes = float(room_bytes) / candidate.virtual_stages
         return StageProblem(
             runs, candidate.stages, candidate.micro_batches, candidate.schedule,
-            (share_bytes,) * candidate.stages, sends,
+            (float(room_bytes),) * candidate.stages, sends,
             tuple((i, j, held) for (i, j), held in tied.items()),
             tuple(self._held(stage) for stage in range(candidate.stages)),
         )  # fmt: skip

@@ -101,10 +101,13 @@ class Memories:
         )
 
     def _of_call(self, placed: StageCall) -> CallMemory:
-        key, known = (placed.variant, placed.keep), self.found.memories
+        number, point = placed.variant, point_of(self.found, placed)
+        key, known = (number, point.label, point.kept), self.found.memories
         if key not in known:
-            point, inner = point_of(self.found, placed), self.found.times[placed.variant].inner
+            inner = self.found.times[number].inner
             working = {name: int(size) for name, (_, size) in inner.items()}
-            storage = self.found.storages[placed.variant]
-            known[key] = CallMemory(self.moves.program, *key, storage, working, point.inner_bytes)
+            known[key] = CallMemory(
+                self.moves.program, number, point.label, self.found.storages[number], working,
+                point.inner_bytes,
+            )  # fmt: skip
         return known[key]

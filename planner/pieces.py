@@ -7,7 +7,7 @@ with these local shapes share.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ir.batch import Flow
@@ -28,7 +28,7 @@ from planner.storage import Storage, storage_of
 @dataclass(frozen=True)
 class Pieces:
     """Per variant its sharding, lowered program, storages, node times and recompute menu; the
-    bytes of the menu points, as they get known."""
+    bytes of menu points, by what they keep, as they get known."""
 
     shardings: tuple[Sharding, ...]
     state: dict[str, Placement]
@@ -36,7 +36,7 @@ class Pieces:
     storages: tuple[Storage, ...]
     times: tuple[NodeTimes, ...]
     menus: tuple[tuple[MenuPoint, ...], ...]
-    memories: dict[tuple[int, str], CallMemory] = field(
+    memories: dict[tuple[int, str, frozenset[str]], CallMemory] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -57,16 +57,32 @@ def pieces(
     degrees: Degrees, cost: CostModel, menu_of: MenuOf,
 ) -> Pieces:  # fmt: skip
     """Lowers and prices every variant."""
+    found = priced(graph, batch_flow, kinds, result, degrees, cost)
+    return with_menus(found, graph, kinds, menu_of)
+
+
+def priced(
+    graph: Graph, batch_flow: Flow, kinds: tuple[Variant, ...], result: ShardingResult,
+    degrees: Degrees, cost: CostModel,
+) -> Pieces:  # fmt: skip
+    """Every variant lowered and priced, without menus."""
     lowered = lower_all(graph, batch_flow, kinds, result.shardings, degrees)
-    names = {item.name for item in graph.state}
     storages = tuple(storage_of(piece) for piece in lowered)
     times = tuple(node_times(p, s, cost) for p, s in zip(lowered, storages, strict=True))
+    state: dict[str, Placement] = {item.name: REPLICATE for item in graph.state} | result.state
+    return Pieces(result.shardings, state, lowered, storages, times, ())
+
+
+def with_menus(
+    found: Pieces, graph: Graph, kinds: tuple[Variant, ...], menu_of: MenuOf
+) -> Pieces:
+    """The pieces with a menu for every variant."""
+    names = {item.name for item in graph.state}
     menus = tuple(
         menu_of(v, piece, time, state_inputs(piece, graph.calls[v.calls[0]].arguments, names))
-        for v, piece, time in zip(kinds, lowered, times, strict=True)
+        for v, piece, time in zip(kinds, found.lowered, found.times, strict=True)
     )
-    state: dict[str, Placement] = {item.name: REPLICATE for item in graph.state} | result.state
-    return Pieces(result.shardings, state, lowered, storages, times, menus)
+    return replace(found, menus=menus)
 
 
 def best_menu(recompute: str | None) -> MenuOf:

@@ -209,16 +209,19 @@ class _Block:
 
 
 def _interior(block: _Block, none: MenuPoint, full: MenuPoint) -> Iterable[MenuPoint]:
-    """The cheapest point within each budget at which the curve below all points has a corner."""
+    """The points that the curve below all points touches; where it touches none, the cheapest
+    within its bytes."""
     span = none.held_bytes - full.held_bytes
     if span <= 0:
         return
     program = KeptProgram(block.lowered, block.storage, block.times, block.always)
     for line in frontier(program).lines[1:-1]:
-        try:
-            kept = program.cheapest(line.bytes * (1 + TOUCH), span)
-        except Infeasible:
-            continue
+        kept = program.kept_at(line.price)
+        if kept is None:
+            try:
+                kept = program.cheapest(line.bytes * (1 + TOUCH), span)
+            except Infeasible:
+                continue
         point = block.point("", kept)
         share = point.held_bytes / none.held_bytes
         yield block.point(f"keep {share:.0%}", kept)

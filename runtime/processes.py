@@ -109,24 +109,21 @@ class ProcessGroup:
         ALL_GATHER(everyone, mine, group=self._group)
         return everyone.view(x.dtype).reshape(self.size, *x.shape)
 
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-        if isinstance(pieces, torch.Tensor):
-            stacked = pieces.contiguous()
-        else:
-            stacked = torch.stack(list(pieces))
-        if stacked.dtype == torch.bool:  # a sum of booleans is "or"
-            return self.reduce_scatter(list(stacked.to(torch.int32))).to(torch.bool)
-        if stacked.is_complex():
-            stacked = torch.view_as_real(stacked)
-        result = torch.empty_like(stacked[0])
-        REDUCE_SCATTER(result.view(-1), stacked.view(-1), group=self._group)
-        return torch.view_as_complex(result) if pieces[0].is_complex() else result
+    def reduce_scatter(self, pieces: torch.Tensor) -> torch.Tensor:
+        if pieces.dtype == torch.bool:  # a sum of booleans is "or"
+            return self.reduce_scatter(pieces.to(torch.int32)).to(torch.bool)
+        row = pieces.contiguous()
+        if row.is_complex():
+            row = torch.view_as_real(row)
+        result = torch.empty_like(row[0])
+        REDUCE_SCATTER(result.view(-1), row.view(-1), group=self._group)
+        return torch.view_as_complex(result) if pieces.is_complex() else result
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        outgoing = torch.stack([as_bytes(piece) for piece in pieces])
+    def all_to_all(self, pieces: torch.Tensor) -> torch.Tensor:
+        outgoing = as_bytes(pieces)
         incoming = torch.empty_like(outgoing)
         dist.all_to_all_single(incoming, outgoing, group=self._group)
-        return [from_bytes(row, pieces[0]) for row in incoming]
+        return from_bytes(incoming, pieces)
 
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
         carried = as_bytes(x).clone()

@@ -1,11 +1,12 @@
 """Lower bounds of candidates: what no sharding, kept values or cuts beat under the cost model.
 
-Input: a candidate. Output: seconds of a step, at three levels, each closer and slower to find.
+Input: a candidate. Output: seconds of a step, at four levels, each closer and slower to find.
 
     (1) every node takes what its fastest strategy takes and nothing is communicated; stages share
         all work evenly, but no layer is cut; recomputation makes room for all stages together
-    (2) the best cuts into stages, each recomputing what its own memory asks for
-    (3) the same, with blocks that are no faster than `planner.sharding_bound` says
+    (2) the same, with blocks that are no faster than `planner.sharding_bound` says
+    (3) one sharding for the micro-batches, the exchange of gradients and the update together
+    (4) the best cuts into stages, each recomputing what its own memory asks for
 
 What they are made of is in `planner.least_costs`.
 """
@@ -100,18 +101,21 @@ class Bounds:
     def _sharing(self, candidate: Candidate) -> float:
         return cost_model(self.cluster, candidate.mesh).core_sharing
 
-    # (2) and (3)
+    # (2), (3) and (4)
 
-    def close_s(self, candidate: Candidate, *, exact: bool) -> float:
-        """As `quick_s`, closer, by integer cuts: (2), or (3) if `exact`."""
-        even_s = 0.0
-        if exact and candidate.mesh.tensor > 1:
-            blocks = self.least.blocks(candidate, exact=True)
-            least_s = [min(s for s, _ in block.curve.corners) for block in blocks]
-            even_s = self._even_s(candidate, least_s, self.least.total_s(candidate))
-        if exact or candidate.mesh.tensor == 1:
-            even_s = max(even_s, self._joint_s(candidate))
-        return max(even_s, self._cuts_s(candidate, exact=exact))
+    def close_s(self, candidate: Candidate, level: int) -> float:
+        """As `quick_s`, closer: (2), (3) or (4)."""
+        if level == 2:
+            return self._exact_even_s(candidate)
+        return self._joint_s(candidate) if level == 3 else self._cuts_s(candidate)
+
+    def _exact_even_s(self, candidate: Candidate) -> float:
+        """As `quick_s`; without a tensor axis there is nothing to choose."""
+        if candidate.mesh.tensor == 1:
+            return 0.0
+        blocks = self.least.blocks(candidate, exact=True)
+        least_s = [min(s for s, _ in block.curve.corners) for block in blocks]
+        return self._even_s(candidate, least_s, self.least.total_s(candidate))
 
     def _joint_s(self, candidate: Candidate) -> float:
         """One sharding for all that it decides: ranks that share all work evenly, the fill of the
@@ -137,9 +141,9 @@ class Bounds:
         total_s = state.sync_s + candidate.micro_batches * (state.gather_s + state.scatter_s)
         return max(0.0, total_s - exchange_s * self.least.trained_bytes(candidate))
 
-    def _cuts_s(self, candidate: Candidate, *, exact: bool) -> float:
+    def _cuts_s(self, candidate: Candidate) -> float:
         """By the best cuts into ranks or, for ranks of several stages, the best share of blocks."""
-        problem = self._problem(candidate, exact=exact)
+        problem = self._problem(candidate)
         sharing = self._sharing(candidate)
         if candidate.virtual_stages > 1:
             ranks = range(candidate.mesh.pipeline)
@@ -156,9 +160,9 @@ class Bounds:
         cuts = best_cuts(seconds, tails, candidate.micro_batches)
         return inf if cuts is None else float(cuts.cost_s) / sharing
 
-    def _problem(self, candidate: Candidate, *, exact: bool) -> StageProblem:
+    def _problem(self, candidate: Candidate) -> StageProblem:
         mesh, cost = candidate.mesh, cost_model(self.cluster, candidate.mesh)
-        exact = exact and mesh.tensor > 1
+        exact = mesh.tensor > 1
         runs = []
         for variant, count, state in self.least.runs(candidate):
             added_s = self._added_s(candidate, cost, state) / count

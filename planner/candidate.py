@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from typing import overload
 
 from ir.errors import Refused
 from ir.plan import Placed, Prediction
@@ -49,9 +51,27 @@ class Evaluated:
     prediction: Prediction
 
 
-def evaluate(work: Workload, candidate: Candidate, found: Pieces, cost: CostModel) -> Evaluated:
-    """The best stages of a candidate; `Refused` if it does not fit."""
-    return _Evaluation(work, candidate, found, cost).run()
+@dataclass(frozen=True)
+class TooSlow:
+    """Instead of an evaluation that would take longer than its limit."""
+
+    step_s: float
+
+
+@overload
+def evaluate(
+    work: Workload, candidate: Candidate, found: Pieces, cost: CostModel
+) -> Evaluated: ...
+@overload
+def evaluate(
+    work: Workload, candidate: Candidate, found: Pieces, cost: CostModel, limit_s: float
+) -> Evaluated | TooSlow: ...
+def evaluate(
+    work: Workload, candidate: Candidate, found: Pieces, cost: CostModel, limit_s: float = inf
+) -> Evaluated | TooSlow:
+    """The best stages of a candidate; `Refused` if it does not fit. Beyond `limit_s` seconds the
+    exact memory is not looked at."""
+    return _Evaluation(work, candidate, found, cost).run(limit_s)
 
 
 def evaluate_stages(
@@ -72,7 +92,7 @@ def evaluate_least(
 class _Evaluation(StagePrices):
     """One evaluation; see the module's docstring."""
 
-    def run(self) -> Evaluated:
+    def run(self, limit_s: float) -> Evaluated | TooSlow:
         room = self.cost.capacity_bytes
         for attempt in range(ATTEMPTS):
             problem = self._problem(room)
@@ -80,6 +100,8 @@ class _Evaluation(StagePrices):
             ranks = self.candidate.mesh.pipeline
             plan = plan_interleaved(problem, ranks) if several else plan_stages(problem)
             program, stages = self._placed(plan)
+            if limit_s < inf and (step_s := self.step_s(program)) > limit_s:
+                return TooSlow(step_s)
             prediction = self.prediction(program, plan.bound_s)
             excess = prediction.peak_bytes - self.cost.capacity_bytes
             if excess <= 0:

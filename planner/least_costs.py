@@ -331,10 +331,6 @@ class LeastCosts:
             self.known_state[key] = StateCost.total(list(self.states(candidate).values()))
         return self.known_state[key]
 
-    def is_exact(self, candidate: Candidate) -> bool:
-        """Whether the exact bounds of its blocks are known."""
-        return (candidate.mesh.tensor, candidate.rows, True) in self.known_blocks
-
     def blocks(self, candidate: Candidate, *, exact: bool) -> tuple[BlockBound, ...]:
         """What no sharding of a call of each variant beats."""
         key = (candidate.mesh.tensor, candidate.rows, exact)

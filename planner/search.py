@@ -30,7 +30,7 @@ from planner.approximations import approximations, divides_something
 from planner.bounds import Bounds
 from planner.byte_price import marginal_price_s, recomputed_share, whole_price_s
 from planner.calibrated import cost_model
-from planner.candidate import Evaluated, Workload, evaluate
+from planner.candidate import Evaluated, TooSlow, Workload, evaluate
 from planner.describe import describe
 from planner.least_costs import LeastCosts
 from planner.pieces import Pieces, best_menu, priced, whole, with_menus
@@ -51,7 +51,7 @@ from planner.solver import SolverFailed
 
 MOST_EVALUATIONS = 24
 """Candidates that are planned before the search settles for the best one found."""
-LEVELS = 3
+LEVELS = 4
 GAP = 0.005
 """Relative; the search ends when no plan can be better than the best by more."""
 SLACK = 0.003
@@ -60,6 +60,8 @@ MOST_REFUSALS = 40
 """Candidates that turn out not to fit before the same."""
 MOST_PRICES = 4
 """Prices of memory under which the blocks of a candidate are sharded."""
+HOPE = 0.03
+"""A candidate that is slower than the best by more is not sharded for less memory."""
 STEEP = 1e4
 """Over what a byte is worth between keeping everything and nothing: only bytes count."""
 
@@ -177,11 +179,9 @@ class _Search:
         heapq.heapify(open_)
         while open_ and open_[0][0] < (1 - GAP) * best.step_s:
             bound_s, _, level, candidate = heapq.heappop(open_)
-            if level < (LEVELS if candidate.mesh.tensor > 1 else LEVELS - 1):
-                is_exact = level == 2 or self.bounds.least.is_exact(candidate)
-                closer_s = max(bound_s, self.bounds.close_s(candidate, exact=is_exact))
-                level = LEVELS if is_exact else level + 1
-                heapq.heappush(open_, self._open(candidate, closer_s, level))
+            if level < LEVELS:
+                closer_s = max(bound_s, self.bounds.close_s(candidate, level + 1))
+                heapq.heappush(open_, self._open(candidate, closer_s, level + 1))
                 continue
             if self._is_too_large(candidate):
                 continue
@@ -305,7 +305,10 @@ class _Search:
             if any(pieces is other for other in tried):
                 break
             tried.append(pieces)
-            found = self._evaluated(candidate, pieces)
+            found = self._evaluated(candidate, pieces, best.step_s * (1 + HOPE))
+            if isinstance(found, TooSlow):
+                fits = True
+                break
             if found is None and len(tried) > 1:
                 break
             if found is None:
@@ -322,11 +325,13 @@ class _Search:
         self.refusals += not fits
         return fits
 
-    def _evaluated(self, candidate: Candidate, pieces: Pieces) -> Evaluated | None:
-        """None if it does not fit."""
+    def _evaluated(
+        self, candidate: Candidate, pieces: Pieces, limit_s: float = inf
+    ) -> Evaluated | None | TooSlow:
+        """None if it does not fit; `TooSlow` if it takes longer than the limit."""
         cost = cost_model(self.cluster, candidate.mesh)
         try:
-            return evaluate(self.work, candidate, pieces, cost)
+            return evaluate(self.work, candidate, pieces, cost, limit_s)
         except SolverFailed:
             raise
         except Refused:

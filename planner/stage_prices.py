@@ -115,9 +115,19 @@ class StagePrices:
             program, value, self.cost, lambda size: self._between_s(size, source, target)
         )
 
+    def step_s(self, program: Spmd) -> float:
+        """Of a program with its stages."""
+        return self._timed(program, 0.0)[0].step_s
+
     def prediction(self, program: Spmd, bound_s: float) -> Prediction:
         """Of a program with its stages; `bound_s`: what no other stages beat,
         where ranks that wait leave no cores to the others."""
+        timed, times = self._timed(program, bound_s)
+        ranks = (self._rank_cost(program, rank, pair) for rank, pair in enumerate(times))
+        return replace(timed, stages=tuple(ranks))
+
+    def _timed(self, program: Spmd, bound_s: float) -> tuple[Prediction, list[StageTime]]:
+        """The prediction without what ranks hold, and their seconds."""
         candidate, virtual = self.candidate, self._virtual
         pairs = self._stage_seconds(program)
         moves = [self._exchange(program, s, f, b) for s, (f, b) in enumerate(pairs)]
@@ -135,12 +145,12 @@ class StagePrices:
         sharing = self.cost.core_sharing
         pipeline_s = shared_step_s(times, count, schedule, virtual, weights_s, sharing)
         step_s = pipeline_s + sync_s + update_s
-        return Prediction(
+        prediction = Prediction(
             step_s, total.compute_s, total.communication_s + sync_s,
             bubble_s(times, count, schedule, virtual, weights_s), update_s,
-            min(bound_s / sharing, step_s), int(self.cost.capacity_bytes),
-            tuple(self._rank_cost(program, rank, pair) for rank, pair in enumerate(times)),
+            min(bound_s / sharing, step_s), int(self.cost.capacity_bytes), (),
         )  # fmt: skip
+        return prediction, times
 
     def _stage_seconds(self, program: Spmd) -> list[tuple[Seconds, Seconds]]:
         """Forward and backward of a micro-batch, with the actual sends: on both their sides, or

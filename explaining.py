@@ -100,14 +100,6 @@ def explain_command(options: argparse.Namespace) -> int:
             f"{options.model}: a plan file holds no model, and to explain it is to plan again. "
             f"Write shardwright explain MODEL --plan {options.model}."
         )
-    if options.plan:
-        own = [flag for flag in ("--cluster", "--global-batch", "--micro-batches")
-               if getattr(options, flag[2:].replace("-", "_"))]  # fmt: skip
-        if own:
-            raise UsageError(
-                f"{own[0]}: the plan in {options.plan} has its own. Ask for another with --what-if "
-                "or --why-not, or leave --plan out."
-            )
     why_not = _decisions(options.why_not) if options.why_not is not None else None
     changes = parse_changes(options.what_if) if options.what_if is not None else None
     asked = ask(options)

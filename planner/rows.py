@@ -23,7 +23,7 @@ from planner.row_cells import (
     text_of,
     word_of,
 )
-from planner.stacks import least_recompute, selective_of, traits_of
+from planner.stacks import LOW_PRECISIONS, OWN_PRECISIONS, least_recompute, selective_of, traits_of
 from planner.traits import Traits
 
 MOST_MICRO_BATCHES = 1_000_000
@@ -76,7 +76,7 @@ def read_configuration(row: Mapping[str, str], cluster: Cluster | None = None) -
     if count > MOST_MICRO_BATCHES:
         raise UsageError(f"global_batch={batch} makes {count} micro-batches of micro_batch={rows}")
     traits = traits_of(row, cluster.device)
-    _check_precision(row, traits, cluster)
+    _check_precision(row, cluster)
     return Configuration(
         cluster, mesh, rows, count, word_of(row, "recompute"),
         word_of(row, "recompute_modules") or selective_of(row),
@@ -170,13 +170,14 @@ def _check_degrees(row: Mapping[str, str], mesh: Mesh, cluster: Cluster) -> None
         raise UsageError(f"layers={layers} can't fill {pieces} pipeline stages")
 
 
-def _check_precision(row: Mapping[str, str], traits: Traits, cluster: Cluster) -> None:
+def _check_precision(row: Mapping[str, str], cluster: Cluster) -> None:
     """The device must have units for the products' precision."""
-    needed, device = traits.matmul_precision, cluster.device
-    if needed and needed not in dict(device.peaks):
-        raise UsageError(
-            f"precision={text_of(row, 'precision')}: {device.name} has no units for it"
-        )
+    described = "bf16" if text_of(row, "hidden") else ""  # of the model that the row describes
+    stated, device = text_of(row, "precision") or described, cluster.device
+    words = OWN_PRECISIONS | LOW_PRECISIONS
+    if stated and not device.has_units(words[stated]):
+        known = ", ".join(word for word, dtype in words.items() if device.has_units(dtype))
+        raise UsageError(f"precision={stated}: {device.name} has no units for it; it has {known}")
 
 
 def _virtual_stages(row: Mapping[str, str], mesh: Mesh) -> int | None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import checking
 import deciding
 import shardwright
 
@@ -111,7 +112,7 @@ def test_check_tries_every_split(command, model):
     code, out, _ = command("check", model, "--devices", 4, "--json")
     result = json.loads(out)
     assert code == 0 and result["status"] == "ok"
-    assert max(result[key] for key in shardwright.ERRORS) <= 1e-9
+    assert max(result[key] for key in checking.ERRORS) <= 1e-9
     assert len(result["combinations"]) == 6
     assert sum(one["status"] == "ok" for one in result["combinations"]) >= 2
 

@@ -8,8 +8,9 @@ import pytest
 import prediction
 import shardwright
 from ir.errors import UsageError
+from ir.whole_file import whole_file
 from planner.predict_table import COLUMNS, predict_table
-from planner.table_file import read_rows, whole_file
+from planner.table_file import read_rows
 from prediction import RowGraphs
 from tests.planner.test_predict import ROW
 

@@ -42,10 +42,7 @@ class Asked:
 
 def ask(options: argparse.Namespace) -> Asked:
     """What the flags of a command say; what makes no sense is refused before the model is read."""
-    saved = _saved(options)
-    if saved is None and not options.cluster:
-        raise UsageError("say for which hardware with --cluster, such as 4x8xH100-SXM or local:4")
-    cluster = saved.cluster if saved else Cluster.parse(options.cluster)
+    saved, cluster = target_of(options)
     pin = pins_of(options)
     check_pins(read_pins(pin), cluster.n_devices, options.global_batch)
     loaded = load_model(options.model, seq=options.seq, batch=options.batch)
@@ -55,6 +52,16 @@ def ask(options: argparse.Namespace) -> Asked:
         return Asked(loaded, graph, Request(saved.cluster, saved.global_batch, pin), saved)
     rows = options.global_batch or rows_of(loaded, graph)
     return Asked(loaded, graph, Request(cluster, rows, pin))
+
+
+def target_of(options: argparse.Namespace) -> tuple[Plan | None, Cluster]:
+    """The plan of --plan, if there is one, and the cluster to plan for."""
+    saved = _saved(options)
+    if saved is not None:
+        return saved, saved.cluster
+    if not options.cluster:
+        raise UsageError("say for which hardware with --cluster, such as 4x8xH100-SXM or local:4")
+    return None, Cluster.parse(options.cluster)
 
 
 def _saved(options: argparse.Namespace) -> Plan | None:

@@ -72,7 +72,7 @@ def predict(
     """
     if not isinstance(config, Mapping):
         raise UsageError(
-            f"a configuration is named values, such as {{'tp': 2, 'micro_batch': 1}}, not {config!r}"
+            f"a configuration names its values, as {{'tp': 2, 'micro_batch': 1}}, not {config!r}"
         )
     row = {key: _cell(value) for key, value in config.items()}
     cluster = None if cluster is None else cluster_of(cluster)
@@ -151,7 +151,7 @@ def summary(records: Sequence[Mapping[str, str]]) -> str:
     errors = [item["error"] for item in records if item["error"]]
     if not errors:
         return f"{len(records)} rows predicted, none refused"
-    words = [error.partition(":")[0].partition("=")[0] for error in errors]
+    words = [error.partition(":")[0].partition("=")[0].strip() for error in errors]
     counts = sorted({w: words.count(w) for w in words}.items(), key=lambda pair: -pair[1])
     why = ", ".join(f"{word} {count}" for word, count in counts[:MOST_REASONS])
     if more := sum(count for _, count in counts[MOST_REASONS:]):

@@ -27,6 +27,7 @@ from ir.errors import Refused, UsageError
 from ir.graph import Graph
 from ir.names import Namer
 from ir.plan import Plan, spmd
+from ir.quantities import size
 from ir.schedules import splits_backward
 from ir.spmd import Spmd
 from ir.whole_file import check_folder
@@ -117,6 +118,7 @@ def emit(graph: Graph, plan: Plan) -> Program:
         "plan": plan, "ranks": plan.mesh.size, "model": plan.model, "hash": plan.hash,
         "per_node": plan.cluster.devices_per_node,
         "nodes": plan.cluster.n_devices // plan.cluster.devices_per_node,
+        "peak": size(plan.prediction.peak_bytes), "capacity": size(plan.prediction.capacity_bytes),
     }  # fmt: skip
     for name in ("train.py", "launch.sh", "launch.slurm", "README.md"):
         files[name] = _template(f"{name}.jinja").render(**facts)

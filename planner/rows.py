@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ir.cluster import Cluster, Mesh
 from ir.errors import UsageError
 from ir.topology import DOMAIN, NETWORK, Level, named_device, network, node_levels
+from planner.pins import nearest
 from planner.row_cells import (
     COUNTS,
     check_cells,
@@ -69,8 +70,12 @@ def read_configuration(row: Mapping[str, str], cluster: Cluster | None = None) -
     _check_degrees(row, mesh, cluster)
     rows, batch = count_of(row, "micro_batch"), count_of(row, "global_batch")
     if batch % (rows * mesh.data):
+        each = rows * mesh.data
+        least = batch // each * each
+        near = f"{least} or {least + each}" if least else str(each)
         raise UsageError(
-            f"global_batch={batch} is no multiple of micro_batch={rows} times dp={mesh.data}"
+            f"global_batch={batch} is no multiple of micro_batch={rows} times dp={mesh.data}: "
+            f"use {near}, or another dp"
         )
     count = batch // (rows * mesh.data)
     if count > MOST_MICRO_BATCHES:
@@ -96,7 +101,10 @@ def _mesh(row: Mapping[str, str], cluster: Cluster | None) -> Mesh:
     there = cluster.n_devices if cluster else stated or pipeline * tensor
     devices = count_of(row, "n_devices", there)
     if devices % (pipeline * tensor):
-        raise UsageError(f"n_devices={devices} can't be divided by tp={tensor} times pp={pipeline}")
+        raise UsageError(
+            f"n_devices={devices} can't be divided by tp={tensor} times pp={pipeline}: their "
+            f"product may be {nearest(devices, tensor * pipeline)}"
+        )
     return _sized(Mesh(pipeline, devices // (pipeline * tensor), tensor))
 
 
@@ -145,10 +153,12 @@ def _check_represented(row: Mapping[str, str]) -> None:
 
 def _check_degrees(row: Mapping[str, str], mesh: Mesh, cluster: Cluster) -> None:
     """Degrees against devices, heads and layers."""
-    asked = count_of(row, "n_devices", mesh.size)
-    if mesh.size != asked or mesh.size > cluster.n_devices:
-        have = "" if cluster.n_devices == mesh.size else f"; {cluster} has {cluster.n_devices}"
-        raise UsageError(f"tp x pp x dp = {mesh.size}, but n_devices={asked}{have}")
+    others, product = mesh.tensor * mesh.pipeline, f"tp x pp x dp = {mesh.size}"
+    if (asked := count_of(row, "n_devices", mesh.size)) != mesh.size:
+        fits = f": tp x pp = {others} leave dp={asked // others}" if asked % others == 0 else ""
+        raise UsageError(f"{product}, but n_devices={asked}{fits}")
+    if mesh.size > cluster.n_devices:
+        raise UsageError(f"{product}, but {cluster} has {cluster.n_devices} devices")
     stated = count_of(row, "nodes", 0) * count_of(row, "devices_per_node", 0)
     idle = stated - count_of(row, "devices_per_node", 0)
     if 0 < mesh.size <= idle:
@@ -157,13 +167,15 @@ def _check_degrees(row: Mapping[str, str], mesh: Mesh, cluster: Cluster) -> None
         raise UsageError(f"tp x pp x dp = {mesh.size}, but nodes x devices_per_node = {stated}")
     for column in ("heads", "ffn_hidden"):
         if (size := count_of(row, column, 0)) % mesh.tensor:
-            raise UsageError(f"{column}={size} can't be divided by tp={mesh.tensor}")
+            legal = nearest(size, mesh.tensor)
+            raise UsageError(f"{column}={size} can't be divided by tp={mesh.tensor}: use {legal}")
     kv_heads = count_of(row, "kv_heads", 0) or mesh.tensor
     if kv_heads % mesh.tensor and mesh.tensor % kv_heads:
         raise UsageError(f"kv_heads={kv_heads} can't be shared by tp={mesh.tensor}")
     group = count_of(row, "shard_group", 0)
     if group and mesh.data % group:
-        raise UsageError(f"dp={mesh.data} can't be divided by shard_group={group}")
+        legal = nearest(mesh.data, group)
+        raise UsageError(f"dp={mesh.data} can't be divided by shard_group={group}: use {legal}")
     layers = count_of(row, "layers", mesh.pipeline)
     pieces = mesh.pipeline * (count_of(row, "virtual_stages", 1) if mesh.pipeline > 1 else 1)
     if layers + 2 < pieces:

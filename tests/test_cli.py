@@ -120,13 +120,13 @@ def test_check_tries_every_split(command, model):
 def test_check_of_one_split(command, model):
     code, out, _ = command("check", model, "--devices", 2, "--pin", "tensor=2", "--json")
     assert code == 0
-    assert set(json.loads(out)) == set(shardwright.UNKNOWN)
+    assert set(json.loads(out)) == set(checking.UNKNOWN)
 
 
 def test_numbers_that_differ_exit_with_4(command, model, monkeypatch):
     results = [{"status": status, "plan": ""} for status in ("ok", "mismatch", "refused")]
-    found = [shardwright.UNKNOWN | result for result in results]
-    monkeypatch.setattr(shardwright, "check", lambda *_, **__: found)
+    found = [checking.UNKNOWN | result for result in results]
+    monkeypatch.setattr(checking, "check", lambda *_, **__: found)
     code, out, _ = command("check", model, "--devices", 2, "--json")
     assert code == 4
     assert json.loads(out)["status"] == "mismatch"
@@ -134,8 +134,8 @@ def test_numbers_that_differ_exit_with_4(command, model, monkeypatch):
 
 
 def test_all_refused_exits_with_3(command, model, monkeypatch):
-    refused = shardwright.UNKNOWN | {"status": "refused", "plan": "", "reason": "too small"}
-    monkeypatch.setattr(shardwright, "check", lambda *_, **__: [refused])
+    refused = checking.UNKNOWN | {"status": "refused", "plan": "", "reason": "too small"}
+    monkeypatch.setattr(checking, "check", lambda *_, **__: [refused])
     code, out, _ = command("check", model, "--devices", 2)
     assert code == 3
     assert "too small" in out
@@ -170,7 +170,7 @@ def test_an_error_under_json_is_json(command):
     assert code == 2
     assert json.loads(out) == {"status": "usage", "reason": err.strip().partition(": ")[2]}
     _, out, _ = command("check", "nowhere.py:build", "--devices", "2", "--json")
-    assert set(json.loads(out)) == set(shardwright.UNKNOWN)
+    assert set(json.loads(out)) == set(checking.UNKNOWN)
 
 
 def test_a_model_that_can_t_be_captured_exits_with_3(command, tmp_path):

@@ -25,9 +25,9 @@ def check_writable(path: str | Path, source: str | Path | None = None) -> None:
             raise UsageError(f"{path} is what is read: write to another file.")
         if target.is_dir():
             raise UsageError(f"{path} is a folder: name a file in it.")
-        if target.exists() and not os.access(target, os.W_OK):
+        if Path(path).exists() and not os.access(path, os.W_OK):
             raise UsageError(f"{path} can't be written: no permission.")
-        if not _is_special(target):
+        if not _is_special(path):
             check_folder(target.parent, path)
     except OSError as error:  # a name that is too long, say
         raise UsageError(f"{path} can't be written: {error.strerror}.") from error
@@ -55,8 +55,8 @@ def whole_file(path: str | Path, source: str | Path | None = None) -> Iterator[I
     """
     check_writable(path, source)
     target = Path(path).resolve()
-    is_special = _is_special(target)
-    part = target if is_special else target.with_name(f".{target.name[:200]}.{os.getpid()}.part")
+    is_special = _is_special(path)
+    part = Path(path) if is_special else target.with_name(f".{target.name[:200]}.{os.getpid()}.part")
     try:
         with part.open("w", newline="", encoding="utf-8") as handle:
             yield handle
@@ -75,6 +75,6 @@ def write_whole(path: str | Path, text: str) -> None:
         handle.write(text)
 
 
-def _is_special(target: Path) -> bool:
+def _is_special(path: str | Path) -> bool:
     """Whether it is there and neither a file nor a folder: a pipe or a device."""
-    return target.exists() and not target.is_file()
+    return Path(path).exists() and not Path(path).is_file()

@@ -65,7 +65,7 @@ def test_a_network_may_be_named_by_its_kind(tmp_path) -> None:
         ("[{name: node}]", "level 1: `size` is missing"),
         ("[{size: 8.5}]", "`size` is 8.5; device counts are whole numbers"),
         ("[{size: 8}, {size: 3, bandwidth_GBps: [50, 25]}]", "2 bandwidths for 3 units"),
-        ("[{size: 8, link: carrier pigeon}]", "level 1: `link` is 'carrier pigeon'; it is one of NVLink, "),
+        ("[{size: 8, link: carrier pigeon}]", "'carrier pigeon'; it is one of NVLink, "),
         ("[{size: 8}]\nnodes: 2", "`nodes` says what `levels` says"),
         ("[{size: 8}]\nreserve_GiB: 90", "leaves nothing of 80.0 GiB"),
     ],

@@ -56,7 +56,8 @@ def whole_file(path: str | Path, source: str | Path | None = None) -> Iterator[I
     check_writable(path, source)
     target = Path(path).resolve()
     is_special = _is_special(path)
-    part = Path(path) if is_special else target.with_name(f".{target.name[:200]}.{os.getpid()}.part")
+    draft = target.with_name(f".{target.name[:200]}.{os.getpid()}.part")
+    part = Path(path) if is_special else draft
     try:
         with part.open("w", newline="", encoding="utf-8") as handle:
             yield handle

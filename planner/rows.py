@@ -66,6 +66,7 @@ def read_configuration(row: Mapping[str, str], cluster: Cluster | None = None) -
     _check_represented(row)
     check_cells(row)
     mesh = _mesh(row, cluster)
+    _check_product(row, mesh)
     cluster = cluster or read_cluster(row, mesh.size)
     _check_degrees(row, mesh, cluster)
     rows, batch = count_of(row, "micro_batch"), count_of(row, "global_batch")
@@ -123,7 +124,9 @@ def read_cluster(row: Mapping[str, str], n_devices: int) -> Cluster:
     device = named_device(name)
     per_node = min(count_of(row, "devices_per_node", n_devices), n_devices)
     if n_devices % per_node:
-        raise UsageError(f"{n_devices} devices do not fill nodes of devices_per_node={per_node}")
+        raise UsageError(
+            f"tp x pp x dp = {n_devices} devices do not fill nodes of devices_per_node={per_node}"
+        )
     nodes = n_devices // per_node
     levels = node_levels(name, per_node)
     joined = max(1, min(count_of(row, "nvlink_domain", per_node) // per_node, nodes))
@@ -151,14 +154,20 @@ def _check_represented(row: Mapping[str, str]) -> None:
         raise UsageError("lora_rank: low-rank adapters are not represented")
 
 
+def _check_product(row: Mapping[str, str], mesh: Mesh) -> None:
+    """The degrees must use the devices that are stated."""
+    others, asked = mesh.tensor * mesh.pipeline, count_of(row, "n_devices", mesh.size)
+    if asked != mesh.size:
+        fits = f": tp x pp = {others} leave dp={asked // others}" if asked % others == 0 else ""
+        raise UsageError(f"tp x pp x dp = {mesh.size}, but n_devices={asked}{fits}")
+
+
 def _check_degrees(row: Mapping[str, str], mesh: Mesh, cluster: Cluster) -> None:
     """Degrees against devices, heads and layers."""
-    others, product = mesh.tensor * mesh.pipeline, f"tp x pp x dp = {mesh.size}"
-    if (asked := count_of(row, "n_devices", mesh.size)) != mesh.size:
-        fits = f": tp x pp = {others} leave dp={asked // others}" if asked % others == 0 else ""
-        raise UsageError(f"{product}, but n_devices={asked}{fits}")
     if mesh.size > cluster.n_devices:
-        raise UsageError(f"{product}, but {cluster} has {cluster.n_devices} devices")
+        raise UsageError(
+            f"tp x pp x dp = {mesh.size}, but {cluster} has {cluster.n_devices} devices"
+        )
     stated = count_of(row, "nodes", 0) * count_of(row, "devices_per_node", 0)
     idle = stated - count_of(row, "devices_per_node", 0)
     if 0 < mesh.size <= idle:

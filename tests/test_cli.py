@@ -208,3 +208,46 @@ def test_ctrl_c_exits_with_130(command, model, monkeypatch):
 
     monkeypatch.setattr(deciding, "load_model", interrupted)
     assert command("plan", model, "--cluster", "local:2")[0] == 130
+
+
+def test_a_plan_for_gpus_that_runs_on_a_cpu_says_so_once(command, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(shardwright, "launch", lambda *_, **__: None)
+    monkeypatch.setattr(shardwright.torch.cuda, "is_available", lambda: False)
+    program = tmp_path / "program"
+    note = "note: the plan is for 1x2 A100-80GB, and this machine has no GPU: 2 processes"
+    assert command("emit", model, "--cluster", "2xA100-80GB", "--out", program)[0] == 0
+    for words in ([model, "--cluster", "2xA100-80GB"], [program]):
+        code, _, error = command("run", *words)
+        assert code == 0 and error.count(note) == 1
+    assert command("run", model, "--cluster", "local:2")[2] == ""
+
+
+def test_an_emitted_readme_names_its_files_and_sizes_of_small_models(command, model, tmp_path):
+    program = tmp_path / "program"
+    assert command("emit", model, "--cluster", "local:2", "--out", program)[0] == 0
+    text = (program / "README.md").read_text()
+    assert "0.00 GiB" not in text and "KiB of" in text
+    for path in program.iterdir():
+        assert path.name in text or path.name == "README.md"
+
+
+def test_a_schedule_without_stages_is_noted(command, model):
+    code, out, _ = command("plan", model, "--cluster", "local:2", "--pin", "schedule=gpipe")
+    assert code == 0
+    noted = "schedule=gpipe orders the work of pipeline ranks, and there is one" in out
+    assert noted == ("pipeline=1" in out)
+
+
+def test_a_whole_parameter_says_which_dims_are_odd(command, tmp_path):
+    path = tmp_path / "odd.py"
+    path.write_text(TINY.replace("Linear(16, 8)", "Linear(16, 3)"))
+    asked = ("--cluster", "local:2", "--pin", "tensor=2")
+    out = command("plan", f"{path}:build", *asked)[1]
+    assert "is held whole on the tensor axis: 3 is not divisible by 2" in out
+    assert "3 is not divisible by 2, and a cut of 16 was not chosen" in out
+
+
+def test_codes_are_listed(command):
+    text = " ".join(command("--help")[1].split())
+    for code in ("0 fine", "2 the request", "3 refused", "4 numbers", "130 interrupted", "143 "):
+        assert code in text

@@ -69,8 +69,8 @@ def _saved(options: argparse.Namespace) -> Plan | None:
     if not getattr(options, "plan", None):
         return None
     refuse_flags(
-        options, PLANNED, f"the plan in {options.plan} has its own. Plan again without --plan to "
-        "have another, or see with `shardwright explain` what another would cost.",
+        options, PLANNED, f"the plan in {options.plan} has its own. Plan again without --plan, or "
+        "ask `shardwright explain` with --why-not or --what-if what another would cost.",
     )  # fmt: skip
     return Plan.load(options.plan)
 

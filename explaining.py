@@ -19,6 +19,7 @@ from deciding import (
     call_arguments,
     cluster_of,
     count,
+    pins_of,
     planning_of,
     target_of,
 )
@@ -62,6 +63,8 @@ def explain(
     check_pins(read_pins(pin), cluster.n_devices, rows)
     read_pins(why_not)
     changes = _checked_changes(what_if, cluster)
+    if saved is not None:
+        _check_kept(saved, pin or {})
     graph = _graph(model, plan, batch, loss)
     request = Request(cluster, rows, dict(pin or {}))
     return _explained(graph, request, saved, why_not, changes, time_limit_s)
@@ -101,15 +104,15 @@ def _explained(
     if plan is None:
         trials = Trials(planning_of(graph), time_limit_s)
         return explain_request(request, trials, why_not=why_not, changes=changes)
-    _check_pins(plan, request.pins)
     priced = replace(plan, prediction=simulate_plan(graph, plan).prediction)
     trials = Trials(planning_of(graph, plan.optimizer), time_limit_s)
     told = explain_request(request, trials, plan=priced, why_not=why_not, changes=changes)
     return replace(told, given=plan)
 
 
-def _check_pins(plan: Plan, pins: Pinned) -> None:
+def _check_kept(plan: Plan, pins: Pinned) -> None:
     """What stays fixed must be what the plan has."""
+    read_pins(pins)
     now = decisions(plan)
     for key, value in pins.items():
         if now[key] != value:
@@ -127,7 +130,10 @@ def explain_command(options: argparse.Namespace) -> int:
             f"Write shardwright explain MODEL --plan {options.model}."
         )
     why_not = _decisions(options.why_not) if options.why_not is not None else None
-    changes = _checked_changes(options.what_if, target_of(options)[1])
+    saved, cluster = target_of(options)
+    changes = _checked_changes(options.what_if, cluster)
+    if saved is not None:
+        _check_kept(saved, pins_of(options))
     asked = ask(options)
     told = _explained(
         asked.graph, asked.request, asked.saved, why_not, changes, options.time_limit

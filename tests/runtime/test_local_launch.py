@@ -113,9 +113,8 @@ def test_an_error_that_was_passed_on_is_not_printed_again(tmp_path, capfd):
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 2
     assert ended.stderr.count("the batch is too small") == 1
-    assert "rank 0 ended with exit code 2, and the other ranks were stopped. Its error is above" in (
-        ended.stderr
-    )
+    assert "rank 0 ended with exit code 2" in ended.stderr
+    assert "Its error is above." in ended.stderr
 
 
 @pytest.mark.parametrize(("nproc", "message"), [(2, "no train.py"), (0, "no train.py")])

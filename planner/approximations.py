@@ -72,8 +72,9 @@ def _no_units(work: Workload, cluster: Cluster) -> list[str]:
     """Products in a precision that the device has no units for."""
     device = cluster.device
     made = {
-        kind.block.types[node.outputs[0]].dtype for kind in work.kinds for node in kind.block.nodes
+        kind.block.types[name].dtype for kind in work.kinds for node in kind.block.nodes
         if op_def(node.op).kind in ("matmul", "attention", "conv")
+        for name in node.outputs if name in kind.block.types
     }  # fmt: skip
     return [
         f"{device.name} has no units for {dtype}: its products are priced as those of float32"

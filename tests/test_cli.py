@@ -7,6 +7,8 @@ import pytest
 import checking
 import deciding
 import shardwright
+from runtime.errors import RankFailed
+from runtime.launch import launch
 
 TINY = """
 import torch
@@ -251,3 +253,11 @@ def test_codes_are_listed(command):
     text = " ".join(command("--help")[1].split())
     for code in ("0 fine", "2 the request", "3 refused", "4 numbers", "130 interrupted", "143 "):
         assert code in text
+
+
+def test_training_refuses_a_place_for_its_result_at_the_start(command, model, tmp_path):
+    program = tmp_path / "program"
+    assert command("emit", model, "--cluster", "local:1", "--out", program)[0] == 0
+    with pytest.raises(RankFailed, match="x.pt can't be written: No such file or directory") as e:
+        launch(program, argv=["--save", str(tmp_path / "no" / "x.pt")])
+    assert e.value.exit_code == 2

@@ -6,7 +6,7 @@ that was read or made. Where nothing fits, the error says what would.
 
 import argparse
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from ir.trace import trace
 from planner import plan as plan_graph
 from planner.explanation import first_remedies
 from planner.explanation_text import remedy_text
-from planner.pins import parse_pins
+from planner.pins import check_pins, parse_pins, read_pins
 from planner.shortage import DoesNotFit
 from planner.trials import Planning, Request, Trials
 from runtime.batch import tensor_leaves
@@ -41,21 +41,51 @@ class Asked:
 
 
 def ask(options: argparse.Namespace) -> Asked:
-    """What the flags of a command say."""
-    saved = Plan.load(options.plan) if getattr(options, "plan", None) else None
-    if saved is None and not options.cluster:
-        raise UsageError("say for which hardware with --cluster, such as 4x8xH100-SXM or local:4")
-    cluster, pin = Cluster.parse(options.cluster or "local:1"), pins_of(options)  # quick to refuse
+    """What the flags of a command say; what makes no sense is refused before the model is read."""
+    saved, cluster = target_of(options)
+    pin = pins_of(options)
+    check_pins(read_pins(pin), cluster.n_devices, options.global_batch)
     loaded = load_model(options.model, seq=options.seq, batch=options.batch)
     graph = trace_loaded(loaded)
+    check_fixed_batch(graph, pin, cluster)
     if saved is not None:
         return Asked(loaded, graph, Request(saved.cluster, saved.global_batch, pin), saved)
     rows = options.global_batch or rows_of(loaded, graph)
     return Asked(loaded, graph, Request(cluster, rows, pin))
 
 
+def target_of(options: argparse.Namespace) -> tuple[Plan | None, Cluster]:
+    """The plan of --plan, if there is one, and the cluster to plan for."""
+    saved = _saved(options)
+    if saved is not None:
+        return saved, saved.cluster
+    if not options.cluster:
+        raise UsageError("say for which hardware with --cluster, such as 4x8xH100-SXM or local:4")
+    return None, Cluster.parse(options.cluster)
+
+
+def _saved(options: argparse.Namespace) -> Plan | None:
+    """The plan of --plan; flags beside it that it has an answer to are refused."""
+    if not getattr(options, "plan", None):
+        return None
+    refuse_flags(
+        options, PLANNED, f"the plan in {options.plan} has its own. Plan again without --plan, or "
+        "ask `shardwright explain` with --why-not or --what-if what another would cost.",
+    )  # fmt: skip
+    return Plan.load(options.plan)
+
+
+def refuse_flags(options: argparse.Namespace, flags: Iterable[str], why: str) -> None:
+    """Raises `UsageError` for the first of these flags that was given."""
+    for flag in flags:
+        if getattr(options, flag[2:].replace("-", "_"), None) is not None:
+            raise UsageError(f"{flag}: {why}")
+
+
 def decide(options: argparse.Namespace) -> tuple[Loaded, Graph, Plan]:
     """The model, its graph, and the plan: read from --plan, or made from the other flags."""
+    if getattr(options, "plan", None):
+        refuse_flags(options, ["--pin"], f"the plan in {options.plan} is made. Plan again to pin.")
     asked = ask(options)
     if asked.saved is not None:
         return asked.loaded, asked.graph, asked.saved
@@ -83,6 +113,25 @@ def _help(error: DoesNotFit, request: Request, planning: Planning) -> str:
     return f"It would fit with {changes}. `shardwright explain` says more."
 
 
+def cluster_of(cluster: Any) -> Cluster:
+    """A cluster, or that of a spec."""
+    if isinstance(cluster, str):
+        return Cluster.parse(cluster)
+    if not isinstance(cluster, Cluster):
+        raise UsageError(
+            f"a cluster is a Cluster or a spec such as '4x8xH100-SXM' or 'local:4', not {cluster!r}"
+        )
+    return cluster
+
+
+def check_fixed_batch(graph: Graph, pin: Mapping[str, Any] | None, cluster: Cluster) -> None:
+    """Pins that cut the batch of a model that works for one size only are refused, with why."""
+    if graph.fixed_batch:
+        check_pins(
+            read_pins(pin), cluster.n_devices, has_batch=False, why_fixed=graph.fixed_batch
+        )
+
+
 def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How a model is called with a batch: keyword arguments, positional ones, or one tensor."""
     if isinstance(batch, Mapping):
@@ -108,6 +157,11 @@ def rows_of(loaded: Loaded, graph: Graph) -> int:
 def pins_of(options: argparse.Namespace) -> dict[str, Any]:
     """--pin and --micro-batches as the decisions that they fix."""
     return parse_pins(options.pin or "", micro_batches=options.micro_batches)
+
+
+def one_paragraph(error: BaseException | str) -> str:
+    """An error's text on one line."""
+    return " ".join(str(error).split())
 
 
 def count(text: str) -> int:
@@ -144,4 +198,6 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--devices": {"type": count, "metavar": "N", "help": "how many ranks"},
     "--json": {"action": "store_true", "help": "print JSON on stdout"},
 }
+PLANNED = ("--cluster", "--global-batch", "--micro-batches")
+"""What every plan has an answer to."""
 DECISIONS = ("--seq", "--batch", "--cluster", "--global-batch", "--micro-batches", "--pin")

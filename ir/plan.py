@@ -23,6 +23,7 @@ from ir.schedules import Action, check_schedule, schedule_order, splits_backward
 from ir.spmd import Spmd, StageCall, lower_all
 from ir.strategies import strategies
 from ir.variants import Variant, variants
+from ir.whole_file import write_whole
 
 FORMAT = "shardwright-plan/1"
 
@@ -164,14 +165,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, whole or not at all."""
-        target = Path(path)
-        draft = target.with_name(target.name + ".part")
-        try:
-            draft.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-            draft.replace(target)
-        except OSError as error:
-            draft.unlink(missing_ok=True)
-            raise UsageError(f"can't write the plan to {target}: {error.strerror}.") from error
+        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Plan:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ir.cluster import GIB, Cluster
+from ir.cluster import Cluster
 from ir.graph import Node, render
 from ir.layout import Layout, Partial, Shard
 from ir.lower import Lowered
 from ir.ops import op_def
 from ir.plan import Placed, Plan
+from ir.quantities import duration, size
 from ir.reshard import FREE
 from planner.candidate import Evaluated
 from planner.price import COLLECTIVES, NodeTimes, Seconds
@@ -27,7 +28,6 @@ MAIN = frozenset(
     "attention normalize embedding.default cross_entropy convolution.default".split()
 )
 MOST_NOTES = 8
-MIB = 2**20
 
 
 def describe(plan: Plan, best: Evaluated) -> str:
@@ -49,25 +49,6 @@ def common_path(paths: list[str]) -> str:
         return escaped(paths[0])
     patterns = {re.sub(r"(?<=\.)\d+|^\d+", "*", path) for path in paths}
     return escaped(patterns.pop()) if len(patterns) == 1 else f"{escaped(paths[0])} …"
-
-
-def duration(seconds: float) -> str:
-    """Three or four digits and a unit.
-
-    >>> duration(0.01234)
-    '12.3 ms'
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3f} s" if unit == "s" else f"{seconds / size:.1f} ms"
-    return f"{seconds * 1e6:.1f} µs"
-
-
-def size(size_bytes: float) -> str:
-    for unit, scale in (("GiB", GIB), ("MiB", MIB)):
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:.1f} {unit}"
-    return f"{size_bytes / 1024:.1f} KiB"
 
 
 def _head(plan: Plan) -> Iterator[str]:

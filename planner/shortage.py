@@ -14,10 +14,11 @@ from math import ceil
 
 from ir.errors import Refused
 from ir.plan import StageCost
+from ir.quantities import size
 from ir.spmd import StageCall
 from planner.candidate import Evaluated, Workload, evaluate_least
 from planner.cost import CostModel
-from planner.describe import common_path, escaped, size
+from planner.describe import common_path, escaped
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.recompute import MenuPoint

@@ -57,7 +57,10 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Predicted seconds per micro-batch and bytes per device of one stage."""
+    """Predicted seconds per micro-batch and bytes per device of one stage.
+
+    `host_bytes`: of the device's host's memory; they are no part of the peak.
+    """
 
     forward_s: float
     backward_s: float
@@ -66,6 +69,7 @@ class StageCost:
     optimizer_bytes: int
     saved_bytes: int
     transient_bytes: int
+    host_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -101,7 +105,8 @@ class Prediction:
 class Plan:
     """All decisions for one model on one cluster; see the module's docstring.
 
-    `zero`: the ZeRO stage over the data axis, 0 to 3 (`ir.spmd.Spmd`).
+    `zero`: the ZeRO stage over the data axis, 0 to 3 (`ir.spmd.Spmd`). `offload`: what lies in
+    host memory (`ir.offload`).
     `graph` is the traced model, where the plan was made in this process; it is not saved.
     """
 
@@ -119,6 +124,7 @@ class Plan:
     approximations: tuple[str, ...] = ()
     text: str = ""
     zero: int = 0
+    offload: str = "none"
     graph: Graph | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -157,6 +163,11 @@ class Plan:
         del value["graph"]
         if not self.zero:  # as in plan files from before there was a choice: same bytes, same hash
             del value["zero"]
+        if self.offload == "none":
+            del value["offload"]
+        for stage in value["prediction"]["stages"]:
+            if not stage["host_bytes"]:
+                del stage["host_bytes"]
         return {**value, "cluster": self.cluster.to_json()}
 
     def _body(self) -> str:
@@ -197,7 +208,7 @@ class Plan:
             tuple(_block(b) for b in value["blocks"]),
             tuple(tuple(Placed(**p) for p in stage) for stage in value["stages"]),
             _prediction(value["prediction"]), tuple(value["approximations"]), value["text"],
-            value.get("zero", 0),
+            value.get("zero", 0), value.get("offload", "none"),
         )  # fmt: skip
         if plan.hash != value["hash"]:
             raise UsageError(
@@ -321,7 +332,8 @@ def spmd(graph: Graph, plan: Plan) -> Spmd:
     )  # fmt: skip
     keeps = tuple({label: frozenset(names) for label, names in b.keeps} for b in plan.blocks)
     state = _state_places(graph, kinds, shardings)
-    return Spmd(graph, plan.degrees, batch_flow, kinds, lowered, state, keeps, stages, plan.zero)
+    return Spmd(graph, plan.degrees, batch_flow, kinds, lowered, state, keeps, stages, plan.zero,
+                plan.offload)  # fmt: skip
 
 
 def _state_places(

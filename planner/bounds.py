@@ -22,6 +22,7 @@ from math import ceil, inf
 from ir.batch import early_values
 from ir.cluster import Cluster, Mesh
 from ir.lower import Degrees
+from ir.offload import offloads_optimizer
 from ir.ops import op_def
 from ir.recompute import state_inputs
 from ir.schedules import Held, splits_backward
@@ -43,6 +44,8 @@ from planner.zero import least_held_cost
 
 SENDS = 2
 """A value that crosses and its gradient are both waited for, on one side or on both."""
+ROOMY = 0.5
+"""Part of a device's memory that an even share may fill where no rank is taken to be short."""
 COUNT = 8
 """Micro-batches for which blocks are bounded: what happens once per step is not in their bounds."""
 
@@ -61,7 +64,7 @@ class Bounds:
     totals: dict[tuple[int, int], float] = field(default_factory=dict)
     frontiers: dict[int, tuple[Frontier, ...]] = field(default_factory=dict)
     crossings: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
-    states: dict[tuple[Mesh, int], dict[str, StateCost]] = field(default_factory=dict)
+    states: dict[tuple[Mesh, int, str], dict[str, StateCost]] = field(default_factory=dict)
 
     # (1)
 
@@ -125,6 +128,14 @@ class Bounds:
         held = self._flights(candidate, 0)
         least = sum(n * corners[-1][1] for n, corners in self._kept(candidate))
         return self.state_bytes(candidate) + held * least / mesh.pipeline
+
+    def is_short(self, candidate: Candidate) -> bool:
+        """Whether state and everything that backward reads, divided evenly, take so much of a
+        device that an uneven share may not fit."""
+        most = sum(n * corners[0][1] for n, corners in self._kept(candidate))
+        flights = self._flights(candidate, 0)
+        held_bytes = self.state_bytes(candidate) + flights * most / candidate.mesh.pipeline
+        return held_bytes > ROOMY * cost_model(self.cluster, candidate.mesh).capacity_bytes
 
     def _kept(self, candidate: Candidate) -> list[tuple[int, list[tuple[float, float]]]]:
         """Per variant its calls, and (seconds recomputed, bytes kept) on one device of the mesh."""
@@ -287,22 +298,27 @@ class Bounds:
         )  # fmt: skip
 
     def _held_part(self, candidate: Candidate) -> float:
-        """The least part of a block's held bytes that ZeRO and the optimizer leave: of gradients,
-        or of the `HELD_TENSORS` that the curve counts for a parameter and AdamW's state."""
+        """The least part of a block's held bytes that ZeRO, the optimizer and the host leave: of
+        gradients, or of the `HELD_TENSORS` that the curve counts for a parameter and AdamW's
+        state."""
         of_state, of_gradient, of_parameter = (
             candidate.mesh.data if candidate.zero >= stage else 1 for stage in (1, 2, 3)
         )
-        tensors = 1 / of_parameter + OPTIMIZER_TENSORS[self.work.optimizer] / of_state
+        tensors = 1 / of_parameter
+        if not offloads_optimizer(candidate.offload):
+            tensors += OPTIMIZER_TENSORS[self.work.optimizer] / of_state
         return min(tensors / HELD_TENSORS, 1 / of_gradient)
 
     # what candidates share
 
     def _states(self, candidate: Candidate) -> dict[str, StateCost]:
-        key = (candidate.mesh, candidate.zero)
+        key = (candidate.mesh, candidate.zero, candidate.offload)
         if key not in self.states:
             cost = cost_model(self.cluster, candidate.mesh)
             self.states[key] = {
-                item.name: least_held_cost(item, cost, self.work.optimizer, candidate.zero)
+                item.name: least_held_cost(
+                    item, cost, self.work.optimizer, candidate.zero, candidate.offload
+                )
                 for item in self.work.graph.state
             }
         return self.states[key]

@@ -17,6 +17,7 @@ from ir.schedules import Held
 from ir.spmd import Spmd, StageCall
 from planner.cost import CostModel
 from planner.interleave import plan_interleaved
+from planner.offload import check_host
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import StateCost
@@ -77,6 +78,7 @@ class _Evaluation(StagePrices):
             prediction = self.prediction(program, plan.bound_s)
             excess = prediction.peak_bytes - self.cost.capacity_bytes
             if excess <= 0:
+                self._check_host(prediction)
                 used = _used_keeps(program)
                 return Evaluated(
                     self.candidate, self.found, replace(program, keeps=used), stages, prediction
@@ -93,6 +95,11 @@ class _Evaluation(StagePrices):
         prediction = self.prediction(program, plan.bound_s)
         used = replace(program, keeps=_used_keeps(program))
         return Evaluated(self.candidate, self.found, used, stages, prediction)
+
+    def _check_host(self, prediction: Prediction) -> None:
+        host_bytes = [stage.host_bytes for stage in prediction.stages]
+        if any(host_bytes):
+            check_host(self.cost.cluster, self.candidate.mesh, host_bytes)
 
     # the stage problem
 

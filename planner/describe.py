@@ -26,6 +26,7 @@ SHORT = {
 MAIN = frozenset(
     "attention normalize embedding.default cross_entropy convolution.default".split()
 )
+_OFFLOADED = {"optimizer": "optimizer state"}
 MOST_NOTES = 8
 MIB = 2**20
 
@@ -85,6 +86,12 @@ def _head(plan: Plan) -> Iterator[str]:
         parts = ("optimizer state", "gradients", "parameters")[: plan.zero]
         words = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
         yield f"ZeRO {plan.zero} over data={plan.mesh.data}: {words} divided"
+    if plan.offload != "none":
+        host_bytes, rate = max(s.host_bytes for s in p.stages), plan.cluster.host.copy_bytes_per_s
+        yield (
+            f"offload {plan.offload}: {_OFFLOADED[plan.offload]} in host memory, "
+            f"{size(host_bytes)} per device, over {rate / 1e9:.3g} GB/s each way"
+        )
     yield (
         f"time  compute {duration(p.compute_s)}   exposed communication "
         f"{duration(p.exposed_comm_s)}   bubble {duration(p.bubble_s)}   "

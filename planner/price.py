@@ -186,7 +186,8 @@ class StateCost:
     buckets (`planner.exchange`); what it moves tensor by tensor is in `sync_s`. `summed_bytes`:
     gradients that every micro-batch adds up, of `summed_tensors` parameters. `gather_s` and
     `scatter_s`: of one gather of a parameter and one scatter of its gradient, where every
-    micro-batch does them (`planner.zero`).
+    micro-batch does them (`planner.zero`). `host_bytes`: of state in host memory;
+    `streamed_bytes`: of it on the device at a time (`planner.offload`).
     """
 
     parameter_bytes: int = 0
@@ -200,6 +201,8 @@ class StateCost:
     summed_tensors: int = 0
     gather_s: float = 0.0
     scatter_s: float = 0.0
+    host_bytes: int = 0
+    streamed_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -219,6 +222,8 @@ class StateCost:
             sum(item.summed_tensors for item in items),
             sum((item.gather_s for item in items), 0.0),
             sum((item.scatter_s for item in items), 0.0),
+            sum(item.host_bytes for item in items),
+            max((item.streamed_bytes for item in items), default=0),
         )  # fmt: skip
 
 

@@ -45,8 +45,10 @@ def most_held_bytes(
 def rank_cost(
     stages: Sequence[StageCost], state: StateCost, saved_bytes: int, times: StageTime
 ) -> StageCost:
-    """A rank: its state once, what it holds at its peak, and the most that a stage needs on top."""
+    """A rank: its state once, what it holds at its peak, and the most that a stage needs on top.
+    State that streams through the device does so when nothing is saved."""
+    working_bytes = max(stage.transient_bytes for stage in stages)
     return StageCost(
         *times, state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes, saved_bytes,
-        max(stage.transient_bytes for stage in stages),
+        max(working_bytes, state.streamed_bytes - saved_bytes), state.host_bytes,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from math import ceil, inf
 from typing import Any, TypeAlias
 
@@ -22,6 +22,7 @@ from ir.cluster import GIB, Cluster, Mesh
 from ir.errors import Refused, UsageError
 from ir.graph import BATCH, Graph
 from ir.lower import Degrees
+from ir.offload import OFFLOADS
 from ir.plan import Plan, encode, signature
 from ir.schedules import SCHEDULES
 from ir.variants import variants
@@ -31,6 +32,7 @@ from planner.calibrated import cost_model
 from planner.candidate import Evaluated, Workload, evaluate
 from planner.cost import CostModel
 from planner.describe import describe
+from planner.offload import check_offload, offloads
 from planner.pieces import Pieces, best_menu, pieces, whole
 from planner.pins import (
     Candidate,
@@ -69,8 +71,9 @@ def plan(
 
     `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("gpipe", "1f1b",
     "interleaved", "zero-bubble"), virtual_stages (of a rank, where interleaved), recompute
-    ("none", "selective", "full"), zero (0 to 3). Raises `UsageError` for a request that makes no
-    sense, `Refused` when no plan fits or the numbers would change.
+    ("none", "selective", "full"), zero (0 to 3), offload (what lies in host memory: `ir.offload`).
+    Raises `UsageError` for a request that makes no sense, `Refused` when no plan fits or the
+    numbers would change.
     """
     if optimizer not in OPTIMIZER_TENSORS:
         known = ", ".join(sorted(OPTIMIZER_TENSORS))
@@ -79,6 +82,7 @@ def plan(
     pins = read_pins(pin)
     has_batch = any(item.batch_dim is not None for item in graph.inputs)
     _check_batch(graph, global_batch)
+    check_offload(pins.offload, cluster, optimizer)
     check_pins(pins, cluster.n_devices, global_batch, has_batch=has_batch)
     batch_flow = flow(graph)
     work = Workload(graph, batch_flow, variants(graph, batch_flow), global_batch, optimizer)
@@ -95,6 +99,7 @@ def plan(
         name or graph.model, signature(graph), cluster, best.candidate.mesh,
         best.candidate.schedule, best.candidate.micro_batches, global_batch, optimizer, blocks,
         best.stages, best.prediction, notes, zero=best.candidate.zero,
+        offload=best.candidate.offload,
     )  # fmt: skip
     return replace(made, text=describe(made, best))
 
@@ -140,6 +145,7 @@ def _simplicity(candidate: Candidate) -> tuple[int, ...]:
     return (
         mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.virtual_stages,
         SCHEDULES.index(candidate.schedule), candidate.zero,
+        OFFLOADS.index(candidate.offload),
     )  # fmt: skip
 
 
@@ -158,6 +164,8 @@ class _Search:
         self.bounds = Bounds(work, cluster, self._alone)
         self.evaluations = 0
         self.too_large: list[Candidate] = []
+        self.roomy: set[Candidate] = set()
+        self.offloads = offloads(pins.offload, cluster, work.optimizer)
 
     def run(self) -> Evaluated:
         """Best first: of all candidates the one of the least bound is bounded more closely, and
@@ -174,6 +182,9 @@ class _Search:
                 continue
             if self._is_too_large(candidate):
                 continue
+            if replace(candidate, offload="none") in self.roomy - {candidate}:
+                closed_s = min(closed_s, bound_s)
+                continue
             if self.evaluations < MOST_EVALUATIONS or best.found is None:
                 fits = self._try(candidate, best)
                 closed_s = min(closed_s, bound_s) if fits else closed_s
@@ -187,18 +198,26 @@ class _Search:
 
     def _quick(self, options: list[Candidate]) -> Iterator[tuple[Candidate, float]]:
         """Candidates with their first bounds, without those that can't fit: where rows do not
-        fit on a mesh, more rows do not either."""
+        fit on a mesh, more rows do not either. Offload is for where memory may be short."""
 
         def alike(c: Candidate) -> tuple[Any, ...]:
-            return (astuple(c.mesh), c.virtual_stages, c.schedule, c.zero)
+            return (astuple(c.mesh), c.virtual_stages, c.schedule, c.zero, c.offload)
 
         ordered = sorted(options, key=lambda c: (alike(c), c.rows))
         for _, group in groupby(ordered, key=alike):
             for candidate in group:
+                if self._is_idle(candidate):
+                    continue
                 bound_s = self.bounds.quick_s(candidate)
                 if bound_s == inf:
                     break
                 yield candidate, bound_s
+
+    def _is_idle(self, candidate: Candidate) -> bool:
+        """Whether offload, which nobody asked for, makes room where there is enough."""
+        if candidate.offload in ("none", self.pins.offload):
+            return False
+        return not self.bounds.is_short(replace(candidate, offload="none"))
 
     def _open(self, candidate: Candidate, bound_s: float, level: int) -> _Open:
         """An entry of the queue; of equal bounds fewer stages and more data ranks come first."""
@@ -218,10 +237,12 @@ class _Search:
             evaluate(self.work, least, self._pieces(least, price), cost)
         except Refused as error:
             reason = str(error)
-        state_bytes = self.bounds.state_bytes(Candidate(Mesh(), 1, "1f1b", 1))
+        alone = Candidate(Mesh(), 1, "1f1b", 1, offload=self.offloads[-1])
+        state_bytes = self.bounds.state_bytes(alone)
         devices = ceil(state_bytes / cost.capacity_bytes)
         needs = f" The state alone ({state_bytes / GIB:.1f} GiB) needs at least {devices} devices."
         zero = f", ZeRO {least.zero}" if least.zero else ""
+        zero += f", offload={least.offload}" if least.offload != "none" else ""
         asked = f" The least was tried: {least.mesh}, {least.rows} rows per micro-batch{zero}."
         return Refused(reason + asked + (needs if devices > self.cluster.n_devices else ""))
 
@@ -252,8 +273,8 @@ class _Search:
             for candidate in candidates(
                 self.pins, mesh, self.work.global_batch, calls, whole_batch=whole_batch
             ):  # fmt: skip
-                for zero in zero_stages(self.pins, candidate):
-                    yield replace(candidate, zero=zero)
+                for zero, offload in product(zero_stages(self.pins, candidate), self.offloads):
+                    yield replace(candidate, zero=zero, offload=offload)
 
     def _nothing_to_do(self) -> Refused:
         devices, calls = self.cluster.n_devices, len(self.work.graph.calls)
@@ -274,11 +295,12 @@ class _Search:
         )
 
     def _is_too_large(self, candidate: Candidate) -> bool:
-        """Whether the same with fewer rows, or more divided, did not fit."""
+        """Whether the same with fewer rows, or more divided or offloaded, did not fit."""
         return any(
             (other.mesh, other.schedule, other.virtual_stages)
             == (candidate.mesh, candidate.schedule, candidate.virtual_stages)
             and candidate.rows >= other.rows and candidate.zero <= other.zero
+            and candidate.offload in ("none", other.offload)
             for other in self.too_large
         )  # fmt: skip
 
@@ -299,6 +321,7 @@ class _Search:
             best.offer(found)
             fits = True
             if _recomputed_share(found) < SLACK:
+                self.roomy.add(candidate)
                 return True
         if not fits:
             self.too_large.append(candidate)

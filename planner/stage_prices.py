@@ -43,7 +43,7 @@ class StagePrices:
         self.program = Spmd(
             work.graph, candidate.degrees, work.flow, work.kinds, found.lowered,
             found.state, keeps, ((),) * last + (tuple(StageCall(i, v, "") for i, v in order),),
-            candidate.zero,
+            candidate.zero, candidate.offload,
         )  # fmt: skip
         self.runs = [
             (variant, [i for i, _ in group]) for variant, group in groupby(order, lambda p: p[1])

@@ -1,4 +1,5 @@
-"""Random legal plans: any mesh, strategy of each operation, recomputation, stages, ZeRO stage.
+"""Random legal plans: any mesh, strategy of each operation, recomputation, stages, ZeRO stage,
+offload.
 
 Input: a promoted graph and a random generator. Output: a `Plan`. Boundary values that must agree
 between blocks (`planner.ports`) get one random placement; what is legal is decided by `ir` alone.
@@ -10,6 +11,7 @@ from random import Random
 from ir.graph import Graph, references
 from ir.layout import Placement
 from ir.lower import Degrees, Lowered, Sharding
+from ir.offload import OFFLOADS
 from ir.plan import Placed, Plan
 from ir.reshard import possible
 from ir.schedules import fits_rounds
@@ -35,10 +37,10 @@ def random_degrees(random: Random, rows: int, calls: int) -> tuple[int, Degrees]
 
 def random_plan(
     graph: Graph, rows: int, random: Random, *, mesh: tuple[int, Degrees] | None = None,
-    zero: int | None = None,
+    zero: int | None = None, offload: str | None = None,
 ) -> Plan:  # fmt: skip
-    """Stages, degrees and ZeRO stage may be given. Raises `Refused` where the micro-batches of the
-    draw would change the numbers."""
+    """Stages, degrees, ZeRO stage and offload may be given. Raises `Refused` where the draw's
+    micro-batches would change the numbers."""
     batch_flow, kinds = kinds_of(graph)
     pipeline, degrees = mesh or random_degrees(random, rows, len(graph.calls))
     ports = connect(graph, kinds)
@@ -53,9 +55,10 @@ def random_plan(
     zero = random.choice([0, 1, 2, 3]) if zero is None else zero
     if zero >= 2 and degrees.data > 1 and schedule == "zero-bubble":  # not offered together
         schedule = "1f1b"
+    offload = random.choice(OFFLOADS) if offload is None else offload
     return hand_plan(
         graph, degrees, kinds, shardings, keeps, stages, schedule=schedule, virtual_stages=virtual,
-        zero=zero,
+        zero=zero, offload=offload,
     )  # fmt: skip
 
 

@@ -28,8 +28,8 @@ PLAN = {
     "stages": list, "prediction": dict, "approximations": list, "text": str,
 }  # fmt: skip
 
-OPTIONAL = {"zero": int, "offload": str, "host_bytes": int}
-"""Keys that a plan, or the cost of a stage, has only where they say something."""
+OPTIONAL = {"zero": int, "offload": str, "host_bytes": int, "hosts": list}
+"""Keys that a plan, a block or the cost of a stage has only where they say something."""
 ZERO_STAGES = (0, 1, 2, 3)
 
 
@@ -53,7 +53,7 @@ def check_plan(value: Any, version: str, where: str) -> None:
         schema = _with_optional(STAGE_COST, stage, ("host_bytes",))
         _check(stage, schema, f"{where}: prediction of stage {i}")
     for i, block in enumerate(value["blocks"]):
-        _check(block, BLOCK, f"{where}: block {i}")
+        _check(block, _with_optional(BLOCK, block, ("hosts",)), f"{where}: block {i}")
         _check_numbers(block, f"{where}: block {i}")
     for i, stage in enumerate(value["stages"]):
         if not isinstance(stage, list):
@@ -89,7 +89,7 @@ def _check_numbers(block: dict[str, Any], where: str) -> None:
     for key in ("inputs", "outputs", "tangents", "gradients"):
         if not all(x is None or x == "partial" or type(x) is int for x in block[key]):
             raise UsageError(f"{where}: {key} must hold factors, 'partial' or null.")
-    for keep in block["keeps"]:
+    for keep in (*block["keeps"], *block.get("hosts", ())):
         good = isinstance(keep, list) and len(keep) == 2 and isinstance(keep[0], str)
         if not good or not all(isinstance(name, str) for name in keep[1]):
-            raise UsageError(f"{where}: keeps must be pairs of a label and names.")
+            raise UsageError(f"{where}: keeps and hosts must be pairs of a label and names.")

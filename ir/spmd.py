@@ -46,7 +46,8 @@ class Spmd:
     """One rank's program; `keeps[variant][label]` are the forward values held for backward.
 
     `zero`: the ZeRO stage, what the data axis divides (1 optimizer state, 2 gradients too, 3
-    parameters too). `offload`: what lies in host memory (`ir.offload`).
+    parameters too). `offload`: what lies in host memory (`ir.offload`); `hosts`, as `keeps`: which
+    of the values held for backward.
     """
 
     graph: Graph
@@ -59,6 +60,7 @@ class Spmd:
     stages: tuple[tuple[StageCall, ...], ...]
     zero: int = 0
     offload: str = "none"
+    hosts: tuple[dict[str, frozenset[str]], ...] = ()
 
     def call(self, placed: StageCall) -> Call:
         return self.graph.calls[placed.index]
@@ -81,6 +83,11 @@ class Spmd:
 
     def kept(self, variant: int, keep: str) -> tuple[str, ...]:
         return kept_values(self.lowered[variant], self.keeps[variant][keep], self.always(variant))
+
+    def hosted(self, variant: int, keep: str) -> tuple[str, ...]:
+        """Those of the kept values that lie in host memory."""
+        chosen = self.hosts[variant].get(keep, frozenset()) if self.hosts else frozenset()
+        return tuple(name for name in self.kept(variant, keep) if name in chosen)
 
     def split(self, variant: int, keep: str) -> Split:
         """The two halves of `backward`."""

@@ -7,8 +7,8 @@ Input: a candidate. Output: seconds of a step, at three levels, each closer and 
     (2) the best cuts into stages, each recomputing what its own memory asks for
     (3) the same, with blocks that are no faster than `planner.sharding_bound` says
 
-At all, no choice of kept values recomputes less than `planner.frontier` says, and what a device
-holds is cut evenly over the tensor axis.
+At all, no choice of kept values recomputes and copies less than `planner.frontier` says, and what
+a device holds is cut evenly over the tensor axis.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from math import ceil, inf
 from ir.batch import early_values
 from ir.cluster import Cluster, Mesh
 from ir.lower import Degrees
-from ir.offload import offloads_optimizer
+from ir.offload import offloads_activations, offloads_optimizer, staying_inputs
 from ir.ops import op_def
 from ir.recompute import state_inputs
 from ir.schedules import Held, splits_backward
@@ -30,6 +30,7 @@ from ir.spmd import early_inputs
 from planner.calibrated import cost_model
 from planner.cost import CostModel
 from planner.frontier import Frontier, frontier
+from planner.offload import Hosting
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import OPTIMIZER_TENSORS, NodeTimes, Seconds, StateCost
@@ -62,7 +63,7 @@ class Bounds:
     pieces_of: Callable[[int], Pieces]
     blocks: dict[tuple[int, int, bool], tuple[BlockBound, ...]] = field(default_factory=dict)
     totals: dict[tuple[int, int], float] = field(default_factory=dict)
-    frontiers: dict[int, tuple[Frontier, ...]] = field(default_factory=dict)
+    frontiers: dict[tuple[int, bool], tuple[Frontier, ...]] = field(default_factory=dict)
     crossings: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
     states: dict[tuple[Mesh, int, str], dict[str, StateCost]] = field(default_factory=dict)
 
@@ -141,8 +142,10 @@ class Bounds:
         """Per variant its calls, and (seconds recomputed, bytes kept) on one device of the mesh."""
         tensor = candidate.mesh.tensor
         rows = []
-        for number, curve in enumerate(self._frontiers(candidate.rows)):
-            again = self._evenness(candidate, number) / tensor
+        hosts = offloads_activations(candidate.offload)
+        for number, curve in enumerate(self._frontiers(candidate.rows, hosts=hosts)):
+            evenness = self._evenness(candidate, number)
+            again = (min(evenness, 1.0) if hosts else evenness) / tensor
             corners = [(seconds * again, kept / tensor) for seconds, kept in curve.corners]
             rows.append((len(self.work.kinds[number].calls), corners))
         return rows
@@ -336,16 +339,17 @@ class Bounds:
             )  # fmt: skip
         return self.blocks[key]
 
-    def _frontiers(self, rows: int) -> tuple[Frontier, ...]:
-        """Of every variant, on one device."""
-        if rows not in self.frontiers:
+    def _frontiers(self, rows: int, *, hosts: bool) -> tuple[Frontier, ...]:
+        """Of every variant, on one device; `hosts`: with what the host may hold."""
+        if (rows, hosts) not in self.frontiers:
             found = self.pieces_of(rows)
-            self.frontiers[rows] = tuple(
-                frontier(self._kept_program(found, n)) for n in range(len(self.work.kinds))
+            self.frontiers[rows, hosts] = tuple(
+                frontier(self._kept_program(found, n, hosts=hosts))
+                for n in range(len(self.work.kinds))
             )
-        return self.frontiers[rows]
+        return self.frontiers[rows, hosts]
 
-    def _kept_program(self, found: Pieces, number: int) -> KeptProgram:
+    def _kept_program(self, found: Pieces, number: int, *, hosts: bool) -> KeptProgram:
         """Inputs that several calls share are kept once, so they weigh nothing here."""
         graph, kind = self.work.graph, self.work.kinds[number]
         arguments = graph.calls[kind.calls[0]].arguments
@@ -354,7 +358,8 @@ class Bounds:
         values = dict(zip(kind.block.inputs, arguments, strict=True))
         shared = {name for name, value in values.items() if self.work.uses[value] > 1}
         times = self._least_times(found, number)
-        return KeptProgram(lowered, found.storages[number], times, always, shared)
+        hosting = Hosting(self.cluster, staying_inputs(graph, kind)) if hosts else None
+        return KeptProgram(lowered, found.storages[number], times, always, shared, hosting)
 
     def _evenness(self, candidate: Candidate, variant: int) -> float:
         """The least that a node of forward takes on T devices, over a T-th of one device's."""

@@ -26,7 +26,10 @@ SHORT = {
 MAIN = frozenset(
     "attention normalize embedding.default cross_entropy convolution.default".split()
 )
-_OFFLOADED = {"optimizer": "optimizer state"}
+_OFFLOADED = {
+    "optimizer": "optimizer state", "activations": "saved values",
+    "all": "optimizer state and saved values",
+}  # fmt: skip
 MOST_NOTES = 8
 MIB = 2**20
 
@@ -174,9 +177,13 @@ def _table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
 
 
 def _keeping(point: MenuPoint, lowered: Lowered, times: NodeTimes) -> str:
-    again = point.backward.total_s - times.total(lowered.backward).total_s
+    again = point.backward.total_s - point.copy_s - times.total(lowered.backward).total_s
     redone = f", of it {duration(again)} again" if again > 0 else ""
-    return f"bwd {duration(point.backward.total_s)}{redone}  saved {size(point.held_bytes)}"
+    text = f"bwd {duration(point.backward.total_s)}{redone}  saved {size(point.held_bytes)}"
+    if not point.hosted:
+        return text
+    there = f"{size(point.host_bytes)} on the host, {duration(point.copy_s)} each way"
+    return f"{text}  and {there}"
 
 
 def _moves(node: Node) -> bool:

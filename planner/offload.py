@@ -1,24 +1,54 @@
-"""State in the host's memory: what it takes and whether it fits there.
+"""The host's memory: what copies there and back take, and whether what lies there fits.
 
-Input: the cost of a state tensor as if it lay on the device, a cost model. Output: its cost with
-the optimizer's tensors on the host. At the step the emitted program copies them to the device, runs
-the update and copies them back, parameter by parameter, one after the other; nothing is hidden:
+Input: a cluster; the cost of a state tensor as if it lay on the device. Output: seconds of copies,
+and the tensor's cost with the optimizer's state on the host. At the step the emitted program copies
+state to the device, runs the update and copies it back, parameter by parameter; a block's forward
+copies what it saves out when it ends, its backward copies it in before it starts. All in the open:
 
-    update + 2 S / (rate of the host link) + a launch per copy, for S bytes of state
+    2 S / (rate of the host link) + a launch per copy, for S bytes
 
-Only one parameter's state is on the device at a time, when no activation is.
+Only one parameter's state is on the device at a time, when no activation is; of saved values those
+of the running block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from ir.cluster import GIB, Cluster, Mesh
 from ir.errors import Refused, UsageError
-from ir.offload import OFFLOADS, offloads_optimizer
+from ir.graph import Graph
+from ir.offload import offloads_activations, staying_inputs
+from ir.variants import Variant
 from planner.cost import CostModel
 from planner.price import OPTIMIZER_TENSORS, StateCost
+
+
+class HostFull(Refused):
+    """A plan that needs more host memory than there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosting:
+    """The host that a block's saved values may lie on; `staying`: inputs that are on the device in
+    any case."""
+
+    cluster: Cluster
+    staying: frozenset[str] = frozenset()
+
+    def copy_s(self, size_bytes: float, copies: int) -> float:
+        """One way."""
+        return copy_s(self.cluster, size_bytes, copies)
+
+
+def hosting_of(
+    graph: Graph, cluster: Cluster, offload: str
+) -> Callable[[Variant], Hosting] | None:
+    """The host of a variant's saved values; None where they stay on the device."""
+    if not offloads_activations(offload):
+        return None
+    return lambda variant: Hosting(cluster, staying_inputs(graph, variant))
 
 
 def can_offload(cluster: Cluster) -> bool:
@@ -54,7 +84,7 @@ def with_hosted_state(found: StateCost, cost: CostModel, optimizer: str) -> Stat
 
 
 def check_host(cluster: Cluster, mesh: Mesh, host_bytes: Sequence[int]) -> None:
-    """Raises `Refused` where the ranks of a node need more than its memory. `host_bytes`: of each
+    """Raises `HostFull` where the ranks of a node need more than its memory. `host_bytes`: of each
     device of a pipeline rank."""
     per_node = cluster.devices_per_node
     node_bytes = cluster.host.memory_bytes * per_node
@@ -63,7 +93,7 @@ def check_host(cluster: Cluster, mesh: Mesh, host_bytes: Sequence[int]) -> None:
     needs = [sum(devices[i : i + per_node]) for i in range(0, len(devices), per_node)]
     if max(needs) > node_bytes:
         node = needs.index(max(needs))
-        raise Refused(
+        raise HostFull(
             f"no plan fits: what is offloaded takes {needs[node] / GIB:.1f} GiB of the host of "
             f"node {node}, and {node_bytes / GIB:.1f} GiB are there. Try offload=none, more "
             "devices, or host_memory_GiB in cluster.yaml if there is more."
@@ -71,11 +101,13 @@ def check_host(cluster: Cluster, mesh: Mesh, host_bytes: Sequence[int]) -> None:
 
 
 def offloads(pinned: str | None, cluster: Cluster, optimizer: str) -> tuple[str, ...]:
-    """What a plan may offload: what is pinned, or else all that is possible."""
+    """What is tried: what is pinned, or else nothing and, where memory is short, activations, also
+    with the optimizer's state. Activations are offloaded only where it is worth it."""
     if pinned is not None:
         return (pinned,)
-    hostable = can_offload(cluster) and OPTIMIZER_TENSORS[optimizer] > 0
-    return OFFLOADS if hostable else OFFLOADS[:1]
+    if not can_offload(cluster):
+        return ("none",)
+    return ("none", "activations", *(["all"] if OPTIMIZER_TENSORS[optimizer] else []))
 
 
 def check_offload(offload: str | None, cluster: Cluster, optimizer: str) -> None:
@@ -88,7 +120,7 @@ def check_offload(offload: str | None, cluster: Cluster, optimizer: str) -> None
             f"{cluster}. Give host_link_GBps and host_memory_GiB in a cluster.yaml, or use "
             "offload=none."
         )
-    if offloads_optimizer(offload) and not OPTIMIZER_TENSORS[optimizer]:
+    if offload == "optimizer" and not OPTIMIZER_TENSORS[optimizer]:
         raise UsageError(
             f"pin offload={offload}: {optimizer} holds no state, so there is nothing to offload. "
             "Use offload=none."

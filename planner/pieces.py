@@ -18,6 +18,7 @@ from ir.recompute import state_inputs
 from ir.spmd import lower_all
 from ir.variants import Variant
 from planner.cost import CostModel
+from planner.offload import Hosting
 from planner.price import NodeTimes, node_times
 from planner.recompute import MenuPoint, menu
 from planner.sharding import ShardingResult
@@ -64,6 +65,11 @@ def pieces(
     return Pieces(result.shardings, state, lowered, storages, times, menus)
 
 
-def best_menu(recompute: str | None) -> MenuOf:
-    """`planner.recompute.menu`, or the part of it that `recompute` allows."""
-    return lambda _, piece, times, always: menu(piece, times.storage, times, always, recompute)
+def best_menu(
+    recompute: str | None, hosting_of: Callable[[Variant], Hosting] | None = None
+) -> MenuOf:
+    """`planner.recompute.menu`, or the part of it that `recompute` allows. `hosting_of`: the host
+    of a variant's values, if they may lie there."""
+    return lambda variant, piece, times, always: menu(
+        piece, times.storage, times, always, recompute, hosting_of(variant) if hosting_of else None
+    )

@@ -43,12 +43,14 @@ def most_held_bytes(
 
 
 def rank_cost(
-    stages: Sequence[StageCost], state: StateCost, saved_bytes: int, times: StageTime
+    stages: Sequence[StageCost], state: StateCost, saved_bytes: int, host_bytes: int,
+    times: StageTime,
 ) -> StageCost:
-    """A rank: its state once, what it holds at its peak, and the most that a stage needs on top.
-    State that streams through the device does so when nothing is saved."""
+    """A rank: its state once, what it holds at its peak, on the device and on the host, and the
+    most that a stage needs on top. State streams through the device when nothing is saved."""
     working_bytes = max(stage.transient_bytes for stage in stages)
     return StageCost(
         *times, state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes, saved_bytes,
-        max(working_bytes, state.streamed_bytes - saved_bytes), state.host_bytes,
+        max(working_bytes, state.streamed_bytes - saved_bytes),
+        state.host_bytes + host_bytes,
     )  # fmt: skip

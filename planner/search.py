@@ -22,7 +22,7 @@ from ir.cluster import GIB, Cluster, Mesh
 from ir.errors import Refused, UsageError
 from ir.graph import BATCH, Graph
 from ir.lower import Degrees
-from ir.offload import OFFLOADS
+from ir.offload import OFFLOADS, offloads_activations
 from ir.plan import Plan, encode, signature
 from ir.schedules import SCHEDULES
 from ir.variants import variants
@@ -32,7 +32,7 @@ from planner.calibrated import cost_model
 from planner.candidate import Evaluated, Workload, evaluate
 from planner.cost import CostModel
 from planner.describe import describe
-from planner.offload import check_offload, offloads
+from planner.offload import check_offload, hosting_of, offloads
 from planner.pieces import Pieces, best_menu, pieces, whole
 from planner.pins import (
     Candidate,
@@ -50,6 +50,8 @@ from planner.solver import SolverFailed
 
 MOST_EVALUATIONS = 24
 """Candidates that are planned before the search settles for the best one found."""
+MOST_OFFLOADED = 6
+"""Beside these, with optimizer state on the host where that is not pinned."""
 MOST_SHARDINGS = 18
 """Sharding programs that are solved before only solved ones are used."""
 LEVELS = 3
@@ -90,16 +92,16 @@ def plan(
     best = search.run()
     notes = (*search.notes, *approximations(work, best, cluster))
     blocks = tuple(
-        encode(kind, sharding, keeps)
-        for kind, sharding, keeps in zip(
-            work.kinds, best.pieces.shardings, best.program.keeps, strict=True
+        encode(*parts)
+        for parts in zip(
+            work.kinds, best.pieces.shardings, best.program.keeps, best.program.hosts, strict=True
         )
     )
     made = Plan(
         name or graph.model, signature(graph), cluster, best.candidate.mesh,
         best.candidate.schedule, best.candidate.micro_batches, global_batch, optimizer, blocks,
         best.stages, best.prediction, notes, zero=best.candidate.zero,
-        offload=best.candidate.offload,
+        offload=best.program.offload,
     )  # fmt: skip
     return replace(made, text=describe(made, best))
 
@@ -162,7 +164,7 @@ class _Search:
         self.shardings: dict[tuple[int, int, int, float], ShardingResult] = {}
         self.pieces: dict[tuple[Any, ...], Pieces] = {}
         self.bounds = Bounds(work, cluster, self._alone)
-        self.evaluations = 0
+        self.evaluations = self.offloaded = 0
         self.too_large: list[Candidate] = []
         self.roomy: set[Candidate] = set()
         self.offloads = offloads(pins.offload, cluster, work.optimizer)
@@ -182,7 +184,7 @@ class _Search:
                 continue
             if self._is_too_large(candidate):
                 continue
-            if replace(candidate, offload="none") in self.roomy - {candidate}:
+            if self._is_idle_state(candidate, best):
                 closed_s = min(closed_s, bound_s)
                 continue
             if self.evaluations < MOST_EVALUATIONS or best.found is None:
@@ -214,10 +216,17 @@ class _Search:
                 yield candidate, bound_s
 
     def _is_idle(self, candidate: Candidate) -> bool:
-        """Whether offload, which nobody asked for, makes room where there is enough."""
-        if candidate.offload in ("none", self.pins.offload):
-            return False
-        return not self.bounds.is_short(replace(candidate, offload="none"))
+        """Whether a candidate may offload but has room, or may not where one that may is no worse.
+        """
+        near = replace(candidate, offload="none")
+        return len(self.offloads) > 1 and self.bounds.is_short(near) == (candidate == near)
+
+    def _is_idle_state(self, candidate: Candidate, best: _Best) -> bool:
+        """Whether optimizer state may stay on the device: the same has room for it, or enough
+        candidates were tried without it."""
+        near = replace(candidate, offload="activations") in self.roomy
+        enough = best.found is not None and self.offloaded >= MOST_OFFLOADED
+        return candidate.offload == "all" and (near or enough)
 
     def _open(self, candidate: Candidate, bound_s: float, level: int) -> _Open:
         """An entry of the queue; of equal bounds fewer stages and more data ranks come first."""
@@ -300,13 +309,16 @@ class _Search:
             (other.mesh, other.schedule, other.virtual_stages)
             == (candidate.mesh, candidate.schedule, candidate.virtual_stages)
             and candidate.rows >= other.rows and candidate.zero <= other.zero
-            and candidate.offload in ("none", other.offload)
+            and (candidate.offload == "none" or other.offload in (candidate.offload, "all"))
             for other in self.too_large
         )  # fmt: skip
 
     def _try(self, candidate: Candidate, best: _Best) -> bool:
         """Evaluates a candidate under rising prices of memory; whether it may fit."""
-        self.evaluations += 1
+        if candidate.offload == "all" and self.pins.offload is None:
+            self.offloaded += 1
+        else:
+            self.evaluations += 1
         fits = False
         cost = cost_model(self.cluster, candidate.mesh)
         for price in BYTE_PRICES if candidate.mesh.tensor > 1 else BYTE_PRICES[:1]:
@@ -338,14 +350,16 @@ class _Search:
         key: tuple[Any, ...] = (
             mesh.tensor, candidate.rows, mesh.data > 1, candidate.micro_batches > 1, price,
             _bucket(candidate.micro_batches) if mesh.tensor > 1 else 0,
+            offloads_activations(candidate.offload),
             candidate.mesh if self.reason or self._has_prologue else None,
         )  # fmt: skip
         if key not in self.pieces:
             cost = cost_model(self.cluster, mesh)
             result = self._sharding(candidate, price, cost)
+            hosting = hosting_of(work.graph, self.cluster, candidate.offload)
             self.pieces[key] = pieces(
                 work.graph, work.flow, work.kinds, result, candidate.degrees, cost,
-                best_menu(self.pins.recompute),
+                best_menu(self.pins.recompute, hosting),
             )  # fmt: skip
         return self.pieces[key]
 
@@ -375,11 +389,11 @@ def _bucket(count: int) -> int:
 
 
 def _recomputed_share(found: Evaluated) -> float:
-    """The part of all compute and communication that goes into recomputation."""
+    """The part of all compute and communication that goes into recomputation and copies."""
     again_s = total_s = 0.0
     for placed in (p for calls in found.program.stages for p in calls):
         menu = found.pieces.menus[placed.variant]
         point = next(p for p in menu if p.label == placed.keep)
-        again_s += point.backward.total_s - min(p.backward.total_s for p in menu)
-        total_s += point.forward.total_s + point.backward.total_s
+        again_s += point.total_s - min(p.total_s for p in menu)
+        total_s += point.total_s
     return again_s / total_s if total_s else 0.0

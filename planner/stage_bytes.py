@@ -37,10 +37,11 @@ def stage_cost(
     """`state`: of the whole stage; `flights`: micro-batches that are kept at the peak, each with
     `sent_bytes` of outputs."""
     held: dict[object, int] = {}
-    transient = inner = 0
+    transient = inner = on_host = 0
     for placed in program.stages[stage]:
         point, storage = point_of(found, placed), found.storages[placed.variant]
         inner += point.inner_bytes
+        on_host += point.host_bytes
         working = point.transient_bytes + moves.of(placed).whole_bytes
         transient = max(transient, working + early_bytes(found, placed.variant))
         call, block = program.call(placed), program.block(placed)
@@ -51,6 +52,7 @@ def stage_cost(
     return StageCost(
         *times, state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes,
         int(flights * (inner + sum(held.values()) + sent_bytes)), transient + gathered_bytes,
+        int(flights * on_host),
     )  # fmt: skip
 
 

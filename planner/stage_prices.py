@@ -38,12 +38,13 @@ class StagePrices:
         self.work, self.candidate, self.found, self.cost = work, candidate, found, cost
         self.variant_of = work.variant_of
         keeps = tuple({p.label: p.kept for p in menu} for menu in found.menus)
+        hosts = tuple({p.label: p.hosted for p in menu} for menu in found.menus)
         last = candidate.stages - 1
         order = [(i, self.variant_of[i]) for i in range(len(work.graph.calls))]
         self.program = Spmd(
             work.graph, candidate.degrees, work.flow, work.kinds, found.lowered,
             found.state, keeps, ((),) * last + (tuple(StageCall(i, v, "") for i, v in order),),
-            candidate.zero, candidate.offload,
+            candidate.zero, candidate.offload, hosts,
         )  # fmt: skip
         self.runs = [
             (variant, [i for i, _ in group]) for variant, group in groupby(order, lambda p: p[1])
@@ -281,11 +282,13 @@ class StagePrices:
         pending = [
             pending_bytes(program, s, self.found, self.halves) if self.halves else 0 for s in stages
         ]
-        held = most_held_bytes(self._moments(rank), saved, pending)
+        moments = self._moments(rank)
+        held = most_held_bytes(moments, saved, pending)
+        on_host = most_held_bytes(moments, [cost.host_bytes for cost in costs], [0] * len(costs))
         if self._hidden_stages > 1:
             flights = held_batches(
                 rank, candidate.mesh.pipeline, candidate.micro_batches, candidate.schedule,
                 self._hidden_stages,
             )  # fmt: skip
             held = int(flights * sum(saved))
-        return rank_cost(costs, self._state_of_rank(program, rank), held, times)
+        return rank_cost(costs, self._state_of_rank(program, rank), held, on_host, times)

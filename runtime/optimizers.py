@@ -32,7 +32,7 @@ class _Part:
     def step(self) -> None:
         """Updates the parameters and forgets their gradients."""
         if self.hosted:
-            self._replace(Hosted, fetch)
+            self._replace(Hosted, lambda held: fetch(held)[0])
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.hosted:

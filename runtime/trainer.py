@@ -138,7 +138,7 @@ class Trainer:
             if entry.trainable
             for slot in self.optimizer.slots
             for found in [held.get(entry.names[0], {}).get(slot)]
-            for local in [fetch(found) if isinstance(found, Hosted) else found]
+            for local in [fetch(found)[0] if isinstance(found, Hosted) else found]
             for full in [self._full(entry, local, is_piece=entry.zero > 0)]
             for name in entry.names
         }

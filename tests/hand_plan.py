@@ -60,13 +60,13 @@ def _cluster(ranks: int, offload: str) -> Cluster:
 def hand_plan(
     graph: Graph, degrees: Degrees, kinds: Sequence[Variant], shardings: Sequence[Sharding],
     keeps: Sequence[Keeps], stages: Sequence[tuple[Placed, ...]], *, schedule: str = "1f1b",
-    virtual_stages: int = 1, zero: int = 0, offload: str = "none",
+    virtual_stages: int = 1, zero: int = 0, offload: str = "none", hosts: Sequence[Keeps] = (),
 ) -> Plan:  # fmt: skip
     """These decisions as a `Plan` for as many local devices as they need."""
     mesh = Mesh(len(stages) // virtual_stages, degrees.data, degrees.tensor)
+    hosts = hosts or [{}] * len(kinds)
     blocks = tuple(
-        encode(kind, sharding, dict(keep))
-        for kind, sharding, keep in zip(kinds, shardings, keeps, strict=True)
+        encode(*parts) for parts in zip(kinds, shardings, keeps, hosts, strict=True)
     )
     prediction = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1, (NO_COST,) * mesh.pipeline)
     return Plan(

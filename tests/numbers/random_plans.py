@@ -11,7 +11,7 @@ from random import Random
 from ir.graph import Graph, references
 from ir.layout import Placement
 from ir.lower import Degrees, Lowered, Sharding
-from ir.offload import OFFLOADS
+from ir.offload import OFFLOADS, offloads_activations
 from ir.plan import Placed, Plan
 from ir.reshard import possible
 from ir.schedules import fits_rounds
@@ -56,9 +56,10 @@ def random_plan(
     if zero >= 2 and degrees.data > 1 and schedule == "zero-bubble":  # not offered together
         schedule = "1f1b"
     offload = random.choice(OFFLOADS) if offload is None else offload
+    hosts = [{label: _random_hosted(piece, random) for label in LABELS} for piece in lowered]
     return hand_plan(
         graph, degrees, kinds, shardings, keeps, stages, schedule=schedule, virtual_stages=virtual,
-        zero=zero, offload=offload,
+        zero=zero, offload=offload, hosts=hosts if offloads_activations(offload) else (),
     )  # fmt: skip
 
 
@@ -75,6 +76,13 @@ def _random_subset(graph: Graph, kind: Variant, piece: Lowered, random: Random) 
     share = random.choice([0.0, 0.5, 1.0])
     own = [name for name in piece.saved if name not in state_of(graph, kind, piece)]
     return frozenset(name for name in own if random.random() < share)
+
+
+def _random_hosted(piece: Lowered, random: Random) -> frozenset[str]:
+    """Any of the values that may be held; those that are not make no difference."""
+    share = random.choice([0.5, 1.0])
+    names = [*piece.saved, *piece.block.inputs]
+    return frozenset(name for name in names if random.random() < share)
 
 
 def _random_stages(calls: int, pipeline: int, random: Random) -> list[tuple[Placed, ...]]:

@@ -321,7 +321,7 @@ PIN = (
     "fix decisions, comma-separated: pipeline=2, data=2, tensor=2, micro_batches=4, schedule=1f1b, "
     "gpipe, zero-bubble or interleaved (then also virtual_stages=2), recompute=none, selective or "
     "full, zero=0 to 3 (divided over data: state, gradients, parameters), "
-    "offload=none or optimizer (state in host memory); the rest is chosen"
+    "offload=none, optimizer, activations or all (to host memory); the rest is chosen"
 )
 TRACE = "write the simulated timeline of a step as JSON that ui.perfetto.dev opens"
 FLAGS: dict[str, dict[str, Any]] = {

@@ -66,6 +66,7 @@ class Bounds:
     frontiers: dict[tuple[int, bool], tuple[Frontier, ...]] = field(default_factory=dict)
     crossings: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
     states: dict[tuple[Mesh, int, str], dict[str, StateCost]] = field(default_factory=dict)
+    state_parts: dict[tuple[Mesh, int], float] = field(default_factory=dict)
 
     # (1)
 
@@ -135,7 +136,10 @@ class Bounds:
         device that an uneven share may not fit."""
         most = sum(n * corners[0][1] for n, corners in self._kept(candidate))
         flights = self._flights(candidate, 0)
-        held_bytes = self.state_bytes(candidate) + flights * most / candidate.mesh.pipeline
+        key = (candidate.mesh, candidate.zero)
+        if key not in self.state_parts:
+            self.state_parts[key] = self.state_bytes(candidate)
+        held_bytes = self.state_parts[key] + flights * most / candidate.mesh.pipeline
         return held_bytes > ROOMY * cost_model(self.cluster, candidate.mesh).capacity_bytes
 
     def _kept(self, candidate: Candidate) -> list[tuple[int, list[tuple[float, float]]]]:

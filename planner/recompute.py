@@ -76,10 +76,10 @@ def menu(
     lowered: Lowered, storage: Storage, times: NodeTimes, always: frozenset[str],
     allowed: str | None = None, hosting: Hosting | None = None,
 ) -> tuple[MenuPoint, ...]:  # fmt: skip
-    """Points that no other one beats, most kept on the device first.
+    """Points that no other one beats, most kept first.
 
     `allowed`: only "none", only "full", or "selective": the points between them, if there are any.
-    With `hosting` there are also those that hold some or all of the same values on the host.
+    With `hosting` there are, behind them, those that hold some or all of their values on the host.
     """
     block = _Block(lowered, storage, times, always, hosting)
     fused = times.cost.traits.fused_elementwise
@@ -88,13 +88,11 @@ def menu(
     if allowed in ("none", FULL):
         only = none if allowed == "none" else full
         return _undominated((only, *_hosted(block, only)))
-    between = tuple(_interior(replace(block, hosting=None), none, full))
-    if hosting is not None:
-        between += tuple(_interior(block, none, full))
+    between = tuple(_interior(block, none, full))
     if allowed == "selective":
-        return _undominated(_ordered(between)) or (none,)
+        return _undominated(between) or (none,)
     ends = (*_hosted(block, none), *_hosted(block, full))
-    return _undominated(_ordered((none, *between, full, *ends)))
+    return _undominated((none, *between, full, *ends))
 
 
 def named_point(
@@ -260,16 +258,23 @@ class _Block:
 
 
 def _interior(block: _Block, none: MenuPoint, full: MenuPoint) -> Iterable[MenuPoint]:
-    """The cheapest point within each budget at which the curve below all points has a corner."""
+    """The cheapest point within each budget at which the curve below all points has a corner; then
+    those where the host makes the curve lower."""
     span = none.held_bytes - full.held_bytes
     if span <= 0:
         return
-    program = KeptProgram(
-        block.lowered, block.storage, block.times, block.always, hosting=block.hosting
-    )
-    for line in frontier(program).lines[1:-1]:
+    parts = block.lowered, block.storage, block.times, block.always
+    alone = KeptProgram(*parts)
+    budgets = [(alone, line.bytes) for line in frontier(alone).lines[1:-1]]
+    if block.hosting is not None:
+        helped = KeptProgram(*parts, hosting=block.hosting)
+        budgets += [
+            (helped, line.bytes) for line in frontier(helped).lines[1:-1]
+            if line.value < alone.priced(line.price)[2] * (1 - TOUCH)
+        ]  # fmt: skip
+    for program, budget_bytes in budgets:
         try:
-            kept, hosted = program.cheapest(line.bytes * (1 + TOUCH), span)
+            kept, hosted = program.cheapest(budget_bytes * (1 + TOUCH), span)
         except Infeasible:
             continue
         point = block.point("", kept, hosted)
@@ -286,12 +291,6 @@ def _hosted(block: _Block, point: MenuPoint) -> Iterable[MenuPoint]:
     if hosted:
         found = block.point(point.label, point.kept, hosted)
         yield replace(found, label=f"{point.label} on the host")
-
-
-def _ordered(points: Iterable[MenuPoint]) -> list[MenuPoint]:
-    """Most on the device first; of equals as they come."""
-    return sorted(points, key=lambda point: -point.held_bytes)
-
 
 def _undominated(points: Iterable[MenuPoint]) -> tuple[MenuPoint, ...]:
     """Without the points that an earlier or strictly better one beats; labels are unique."""

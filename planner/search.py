@@ -50,7 +50,7 @@ from planner.solver import SolverFailed
 
 MOST_EVALUATIONS = 24
 """Candidates that are planned before the search settles for the best one found."""
-MOST_OFFLOADED = 6
+MOST_OFFLOADED = 3
 """Beside these, with optimizer state on the host where that is not pinned."""
 MOST_SHARDINGS = 18
 """Sharding programs that are solved before only solved ones are used."""

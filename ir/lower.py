@@ -7,7 +7,9 @@ local shapes. The planner prices and measures the memory of it; codegen writes i
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ir.batch import Spread, dual, early_values
@@ -42,6 +44,12 @@ class Sharding:
     outputs: tuple[Placement, ...]
     tangents: tuple[Placement, ...]
     gradients: tuple[Placement, ...]
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for equal decisions."""
+        boundary = (self.inputs, self.outputs, self.tangents, self.gradients)
+        return (*self.chosen.values(), *boundary)
 
 
 @dataclass(frozen=True)

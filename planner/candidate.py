@@ -2,8 +2,6 @@
 
 Input: `Pieces`, a mesh, micro-batches, a schedule. Output: `Evaluated`, with the program that it
 stands for. The stage problem works with one typical cut; the prediction with the actual one.
-Where a rank has several stages the problem gives each an equal part of its memory: a first step,
-which may recompute more than it has to.
 """
 
 from __future__ import annotations
@@ -122,10 +120,9 @@ class _Evaluation(StagePrices):
         candidate = self.candidate
         crossing = self._typical_crossing() if candidate.stages > 1 else []
         sends = tuple(self._send_s(crossing, stage) for stage in range(candidate.stages - 1))
-        share_bytes = float(room_bytes) / candidate.virtual_stages
         return StageProblem(
             runs, candidate.stages, candidate.micro_batches, candidate.schedule,
-            (share_bytes,) * candidate.stages, sends,
+            (float(room_bytes),) * candidate.stages, sends,
             tuple((i, j, held) for (i, j), held in tied.items()),
             tuple(self._held(stage) for stage in range(candidate.stages)),
         )  # fmt: skip

@@ -6,8 +6,9 @@ call and micro-batch; what is communicated between nodes is not in them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from ir.graph import Node, TensorType
 from ir.layout import Layout
@@ -22,24 +23,30 @@ from planner.work import work_of
 
 @dataclass(frozen=True)
 class NodePrices:
-    """Prices of one variant's nodes; `whole` factors may not be cut, and nodes that make `free`
-    values cost nothing."""
+    """Prices of one variant's nodes, each found once; `whole` factors may not be cut."""
 
     variant: Variant
     degrees: Degrees
     cost: CostModel
     whole: Collection[int] = ()
-    free: Collection[str] = ()
+    known: dict[str, list[tuple[Strategy, float]]] = field(default_factory=dict)
 
-    def options(self, node: Node) -> Iterator[tuple[Strategy, float]]:
+    def options(self, node: Node) -> list[tuple[Strategy, float]]:
         """Every strategy with its seconds."""
+        name = node.outputs[0]
+        if name not in self.known:
+            found = strategies(node, self.variant.factors, self._leaves)
+            self.known[name] = [(option, self._seconds(node, option)) for option in found]
+        return self.known[name]
+
+    @cached_property
+    def _leaves(self) -> list[int]:
+        """The factors that may be cut."""
         factors = self.variant.factors
-        leaves = [
+        return [
             leaf for leaf in factors.size
             if leaf not in self.whole and divides(factors, leaf, self.degrees.tensor)
         ]  # fmt: skip
-        for option in strategies(node, factors, leaves):
-            yield option, 0.0 if node.outputs[0] in self.free else self._seconds(node, option)
 
     def least_s(self) -> dict[str, float]:
         """By first output, the seconds of each node by its fastest strategy."""

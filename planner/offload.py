@@ -100,16 +100,6 @@ def check_host(cluster: Cluster, mesh: Mesh, host_bytes: Sequence[int]) -> None:
         )
 
 
-def offloads(pinned: str | None, cluster: Cluster, optimizer: str) -> tuple[str, ...]:
-    """What is tried: what is pinned, or else nothing and, where memory is short, activations, also
-    with the optimizer's state. Activations are offloaded only where it is worth it."""
-    if pinned is not None:
-        return (pinned,)
-    if not can_offload(cluster):
-        return ("none",)
-    return ("none", "activations", *(["all"] if OPTIMIZER_TENSORS[optimizer] else []))
-
-
 def check_offload(offload: str | None, cluster: Cluster, optimizer: str) -> None:
     """Raises `UsageError` where a pinned offload makes no sense."""
     if offload in (None, "none"):

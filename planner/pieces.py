@@ -7,7 +7,7 @@ with these local shapes share.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ir.batch import Flow
@@ -53,16 +53,32 @@ def pieces(
     degrees: Degrees, cost: CostModel, menu_of: MenuOf,
 ) -> Pieces:  # fmt: skip
     """Lowers and prices every variant."""
+    found = priced(graph, batch_flow, kinds, result, degrees, cost)
+    return with_menus(found, graph, kinds, menu_of)
+
+
+def priced(
+    graph: Graph, batch_flow: Flow, kinds: tuple[Variant, ...], result: ShardingResult,
+    degrees: Degrees, cost: CostModel,
+) -> Pieces:  # fmt: skip
+    """Every variant lowered and priced, without menus."""
     lowered = lower_all(graph, batch_flow, kinds, result.shardings, degrees)
-    names = {item.name for item in graph.state}
     storages = tuple(storage_of(piece) for piece in lowered)
     times = tuple(node_times(p, s, cost) for p, s in zip(lowered, storages, strict=True))
+    state: dict[str, Placement] = {item.name: REPLICATE for item in graph.state} | result.state
+    return Pieces(result.shardings, state, lowered, storages, times, ())
+
+
+def with_menus(
+    found: Pieces, graph: Graph, kinds: tuple[Variant, ...], menu_of: MenuOf
+) -> Pieces:
+    """The pieces with a menu for every variant."""
+    names = {item.name for item in graph.state}
     menus = tuple(
         menu_of(v, piece, time, state_inputs(piece, graph.calls[v.calls[0]].arguments, names))
-        for v, piece, time in zip(kinds, lowered, times, strict=True)
+        for v, piece, time in zip(kinds, found.lowered, found.times, strict=True)
     )
-    state: dict[str, Placement] = {item.name: REPLICATE for item in graph.state} | result.state
-    return Pieces(result.shardings, state, lowered, storages, times, menus)
+    return replace(found, menus=menus)
 
 
 def best_menu(

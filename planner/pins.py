@@ -13,7 +13,8 @@ from math import prod
 from typing import Any
 
 from ir.cluster import AXES, Mesh
-from ir.errors import UsageError
+from ir.errors import Refused, UsageError
+from ir.graph import BATCH, Graph
 from ir.lower import Degrees
 from ir.offload import OFFLOADS
 from ir.schedules import SCHEDULES, check_schedule, fits_rounds, splits_backward
@@ -124,6 +125,18 @@ def parse_pins(text: str, *, micro_batches: int | None = None) -> dict[str, int 
             f"{pin['micro_batches']}. Give one of them."
         )
     return pin
+
+
+def check_batch(graph: Graph, global_batch: int) -> None:
+    """The capture must be valid for this batch."""
+    if type(global_batch) is not int or global_batch < 1:
+        raise UsageError(f"global batch {global_batch!r}: it must be a whole number of at least 1.")
+    for guard in graph.guards:
+        if not bool(guard.subs(BATCH, global_batch)):
+            raise Refused(
+                f"{graph.model} was captured for batches with {guard}, and the global batch is "
+                f"{global_batch}. Use a batch that meets it, or trace with this batch size."
+            )
 
 
 def check_pins(pins: Pins, n_devices: int, global_batch: int, *, has_batch: bool) -> None:

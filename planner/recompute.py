@@ -258,25 +258,28 @@ class _Block:
 
 
 def _interior(block: _Block, none: MenuPoint, full: MenuPoint) -> Iterable[MenuPoint]:
-    """The cheapest point within each budget at which the curve below all points has a corner; then
-    those where the host makes the curve lower."""
+    """The points that the curve below all points touches, then those where the host makes the curve
+    lower; where a curve touches none, the cheapest within its bytes."""
     span = none.held_bytes - full.held_bytes
     if span <= 0:
         return
     parts = block.lowered, block.storage, block.times, block.always
     alone = KeptProgram(*parts)
-    budgets = [(alone, line.bytes) for line in frontier(alone).lines[1:-1]]
+    lines = [(alone, line) for line in frontier(alone).lines[1:-1]]
     if block.hosting is not None:
         helped = KeptProgram(*parts, hosting=block.hosting)
-        budgets += [
-            (helped, line.bytes) for line in frontier(helped).lines[1:-1]
+        lines += [
+            (helped, line) for line in frontier(helped).lines[1:-1]
             if line.value < alone.priced(line.price)[2] * (1 - TOUCH)
         ]  # fmt: skip
-    for program, budget_bytes in budgets:
-        try:
-            kept, hosted = program.cheapest(budget_bytes * (1 + TOUCH), span)
-        except Infeasible:
-            continue
+    for program, line in lines:
+        found = program.kept_at(line.price)
+        if found is None:
+            try:
+                found = program.cheapest(line.bytes * (1 + TOUCH), span)
+            except Infeasible:
+                continue
+        kept, hosted = found
         point = block.point("", kept, hosted)
         words = [f"keep {point.held_bytes / none.held_bytes:.0%}"]
         if hosted:

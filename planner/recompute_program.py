@@ -49,13 +49,14 @@ class KeptProgram:
         self.save: dict[str, Variable] = {}
         self.host: dict[str, Variable] = {}
         self.hosting = hosting
+        self.solved: dict[float, Solution] = {}
         for name in lowered.saved:
             self._constrain_present(name, [], 1.0)  # (1)
         for node in nodes:
             for name in node.inputs:
                 self._constrain_present(name, [(-1.0, self.rec[node.outputs[0]])], 0.0)  # (2), (3)
 
-    @property
+    @cached_property
     def seconds(self) -> list[Term]:
         """What running the chosen nodes again costs, and copying to the host and back."""
         again = [(self.times.of[name].total_s, variable) for name, variable in self.rec.items()]
@@ -69,7 +70,7 @@ class KeptProgram:
         """Of running everything again."""
         return sum(self.times.of[name].total_s for name in self.rec)
 
-    @property
+    @cached_property
     def sizes(self) -> list[Term]:
         """(4): the bytes of what is kept, less `inner_bytes`."""
         stored = [
@@ -79,7 +80,7 @@ class KeptProgram:
         inner = [(-size, self.rec[name]) for name, size in self._inner.items()]
         return [*stored, *inner]
 
-    @property
+    @cached_property
     def inner_bytes(self) -> float:
         """What kernels keep by themselves if nothing runs again."""
         return sum(self._inner.values())
@@ -100,11 +101,21 @@ class KeptProgram:
 
     def priced(self, price_s: float) -> tuple[float, float, float]:
         """(seconds, bytes, their least sum with `price_s` per byte) of the relaxed program."""
-        sizes, offset = self.sizes, self.inner_bytes
-        terms = [*self.seconds, *((price_s * size, v) for size, v in sizes)]
-        found = self._relaxation.minimum(terms, price_s * offset)
+        found = self._relaxed(price_s)
         seconds = sum(cost * found[v] for cost, v in self.seconds)
-        return seconds, sum(size * found[v] for size, v in sizes) + offset, found.bound
+        held = sum(size * found[v] for size, v in self.sizes)
+        return seconds, held + self.inner_bytes, found.bound
+
+    def kept_at(self, price_s: float) -> tuple[frozenset[str], frozenset[str]] | None:
+        """What is kept at such a price, as of `cheapest`; None if the relaxation keeps parts."""
+        found = self._relaxed(price_s)
+        return self._decoded(found) if found.is_integral else None
+
+    def _relaxed(self, price_s: float) -> Solution:
+        if price_s not in self.solved:
+            terms = [*self.seconds, *((price_s * size, v) for size, v in self.sizes)]
+            self.solved[price_s] = self._relaxation.minimum(terms, price_s * self.inner_bytes)
+        return self.solved[price_s]
 
     def least_bytes(self) -> float:
         """Of what has to be kept, whatever is run again."""
@@ -114,7 +125,7 @@ class KeptProgram:
     def _relaxation(self) -> Relaxation:
         return Relaxation(self.model)
 
-    @property
+    @cached_property
     def _inner(self) -> dict[str, float]:
         kept = {name: kept for name, (kept, _) in self.times.inner.items() if name in self.rec}
         return {name: float(size) for name, size in kept.items() if size}

@@ -20,7 +20,8 @@ from typing import Any, TypeAlias
 from ir.batch import flow, needs_whole_batch
 from ir.cluster import GIB, Cluster, Mesh
 from ir.errors import Refused, UsageError
-from ir.graph import BATCH, Graph
+from ir.graph import Graph
+from ir.layout import DATA
 from ir.lower import Degrees
 from ir.offload import OFFLOADS, offloads_activations
 from ir.plan import Plan, encode, signature
@@ -28,16 +29,19 @@ from ir.schedules import SCHEDULES
 from ir.variants import variants
 from planner.approximations import approximations, divides_something
 from planner.bounds import Bounds
+from planner.byte_price import marginal_price_s, recomputed_share, whole_price_s
 from planner.calibrated import cost_model
 from planner.candidate import Evaluated, Workload, evaluate
-from planner.cost import CostModel
 from planner.describe import describe
-from planner.offload import check_offload, hosting_of, offloads
-from planner.pieces import Pieces, best_menu, pieces, whole
+from planner.least_costs import LeastCosts
+from planner.offload import check_offload, hosting_of
+from planner.offload_choice import OffloadChoice
+from planner.pieces import Pieces, best_menu, priced, whole, with_menus
 from planner.pins import (
     Candidate,
     Pins,
     candidates,
+    check_batch,
     check_pins,
     divisors,
     meshes,
@@ -45,24 +49,20 @@ from planner.pins import (
     zero_stages,
 )
 from planner.price import OPTIMIZER_TENSORS
-from planner.sharding import ShardingResult, shard
+from planner.sharding import ShardingResult, Shardings
 from planner.solver import SolverFailed
 
 MOST_EVALUATIONS = 24
 """Candidates that are planned before the search settles for the best one found."""
-MOST_OFFLOADED = 3
-"""Beside these, with optimizer state on the host where that is not pinned."""
-MOST_SHARDINGS = 18
-"""Sharding programs that are solved before only solved ones are used."""
 LEVELS = 3
 GAP = 0.005
 """Relative; the search ends when no plan can be better than the best by more."""
 SLACK = 0.003
 """Less recomputation than this part of a step is not worth a sharding that holds less."""
-BYTE_PRICES = (0.0, 1.0, 10.0)
-"""Prices of memory, in objectives per capacity, under which blocks are sharded."""
-MICRO_BATCH_BUCKETS = (1, 2, 4, 8)
-"""Shardings are searched for these counts: more only makes what happens once per step cheaper."""
+MOST_PRICES = 4
+"""Prices of memory under which the blocks of a candidate are sharded."""
+STEEPER = 10.0
+"""From one price to the next while nothing fits."""
 
 
 def plan(
@@ -73,7 +73,7 @@ def plan(
 
     `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("gpipe", "1f1b",
     "interleaved", "zero-bubble"), virtual_stages (of a rank, where interleaved), recompute
-    ("none", "selective", "full"), zero (0 to 3), offload (what lies in host memory: `ir.offload`).
+    ("none", "selective", "full"), zero (0 to 3), offload (what may lie on the host: `ir.offload`).
     Raises `UsageError` for a request that makes no sense, `Refused` when no plan fits or the
     numbers would change.
     """
@@ -83,7 +83,7 @@ def plan(
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     pins = read_pins(pin)
     has_batch = any(item.batch_dim is not None for item in graph.inputs)
-    _check_batch(graph, global_batch)
+    check_batch(graph, global_batch)
     check_offload(pins.offload, cluster, optimizer)
     check_pins(pins, cluster.n_devices, global_batch, has_batch=has_batch)
     batch_flow = flow(graph)
@@ -104,18 +104,6 @@ def plan(
         offload=best.program.offload,
     )  # fmt: skip
     return replace(made, text=describe(made, best))
-
-
-def _check_batch(graph: Graph, global_batch: int) -> None:
-    """The capture must be valid for this batch."""
-    if type(global_batch) is not int or global_batch < 1:
-        raise UsageError(f"global batch {global_batch!r}: it must be a whole number of at least 1.")
-    for guard in graph.guards:
-        if not bool(guard.subs(BATCH, global_batch)):
-            raise Refused(
-                f"{graph.model} was captured for batches with {guard}, and the global batch is "
-                f"{global_batch}. Use a batch that meets it, or trace with this batch size."
-            )
 
 
 @dataclass
@@ -161,13 +149,14 @@ class _Search:
         self.work, self.cluster, self.pins, self.has_batch = work, cluster, pins, has_batch
         self.reason = needs_whole_batch(work.graph, work.flow)
         self.notes: list[str] = []
-        self.shardings: dict[tuple[int, int, int, float], ShardingResult] = {}
+        self.shardings: dict[tuple[int, int], Shardings] = {}
+        self.sharded: dict[tuple[int, int, int, float, float], ShardingResult] = {}
         self.pieces: dict[tuple[Any, ...], Pieces] = {}
-        self.bounds = Bounds(work, cluster, self._alone)
-        self.evaluations = self.offloaded = 0
+        self.alone: dict[int, Pieces] = {}
+        self.bounds = Bounds(LeastCosts(work, cluster, self._alone, self._shardings))
+        self.offload = OffloadChoice(pins.offload, self.bounds.least)
+        self.evaluations = 0
         self.too_large: list[Candidate] = []
-        self.roomy: set[Candidate] = set()
-        self.offloads = offloads(pins.offload, cluster, work.optimizer)
 
     def run(self) -> Evaluated:
         """Best first: of all candidates the one of the least bound is bounded more closely, and
@@ -179,12 +168,14 @@ class _Search:
         while open_ and open_[0][0] < (1 - GAP) * best.step_s:
             bound_s, _, level, candidate = heapq.heappop(open_)
             if level < (LEVELS if candidate.mesh.tensor > 1 else LEVELS - 1):
-                closer_s = max(bound_s, self.bounds.close_s(candidate, exact=level == 2))
-                heapq.heappush(open_, self._open(candidate, closer_s, level + 1))
+                is_exact = level == 2 or self.bounds.least.is_exact(candidate)
+                closer_s = max(bound_s, self.bounds.close_s(candidate, exact=is_exact))
+                level = LEVELS if is_exact else level + 1
+                heapq.heappush(open_, self._open(candidate, closer_s, level))
                 continue
             if self._is_too_large(candidate):
                 continue
-            if self._is_idle_state(candidate, best):
+            if self.offload.is_enough(candidate, has_plan=best.found is not None):
                 closed_s = min(closed_s, bound_s)
                 continue
             if self.evaluations < MOST_EVALUATIONS or best.found is None:
@@ -200,7 +191,7 @@ class _Search:
 
     def _quick(self, options: list[Candidate]) -> Iterator[tuple[Candidate, float]]:
         """Candidates with their first bounds, without those that can't fit: where rows do not
-        fit on a mesh, more rows do not either. Offload is for where memory may be short."""
+        fit on a mesh, more rows do not either."""
 
         def alike(c: Candidate) -> tuple[Any, ...]:
             return (astuple(c.mesh), c.virtual_stages, c.schedule, c.zero, c.offload)
@@ -208,25 +199,12 @@ class _Search:
         ordered = sorted(options, key=lambda c: (alike(c), c.rows))
         for _, group in groupby(ordered, key=alike):
             for candidate in group:
-                if self._is_idle(candidate):
+                if self.offload.is_idle(candidate):
                     continue
                 bound_s = self.bounds.quick_s(candidate)
                 if bound_s == inf:
                     break
                 yield candidate, bound_s
-
-    def _is_idle(self, candidate: Candidate) -> bool:
-        """Whether a candidate may offload but has room, or may not where one that may is no worse.
-        """
-        near = replace(candidate, offload="none")
-        return len(self.offloads) > 1 and self.bounds.is_short(near) == (candidate == near)
-
-    def _is_idle_state(self, candidate: Candidate, best: _Best) -> bool:
-        """Whether optimizer state may stay on the device: the same has room for it, or enough
-        candidates were tried without it."""
-        near = replace(candidate, offload="activations") in self.roomy
-        enough = best.found is not None and self.offloaded >= MOST_OFFLOADED
-        return candidate.offload == "all" and (near or enough)
 
     def _open(self, candidate: Candidate, bound_s: float, level: int) -> _Open:
         """An entry of the queue; of equal bounds fewer stages and more data ranks come first."""
@@ -234,20 +212,23 @@ class _Search:
 
     def _alone(self, rows: int) -> Pieces:
         """The pieces of one device."""
-        return self._pieces(Candidate(Mesh(), 1, "1f1b", rows), 0.0)
+        if rows not in self.alone:
+            self.alone[rows] = self._priced(Candidate(Mesh(), 1, "1f1b", rows), self.whole)
+        return self.alone[rows]
 
     def _nothing_fits(self, options: list[Candidate]) -> Refused:
         """What the candidate of least memory lacks, and how many devices its state asks for."""
-        least = min(options, key=lambda c: (self.bounds.need_bytes(c), c.mesh.pipeline, c.zero))
+        need = self.bounds.least.need_bytes
+        least = min(options, key=lambda c: (need(c), c.mesh.pipeline, c.zero))
         cost = cost_model(self.cluster, least.mesh)
-        price = BYTE_PRICES[-1] if least.mesh.tensor > 1 else 0.0
+        price_s = whole_price_s(self._pieces(least, 0.0)) * STEEPER**MOST_PRICES
         reason = "no plan fits"
         try:
-            evaluate(self.work, least, self._pieces(least, price), cost)
+            evaluate(self.work, least, self._pieces(least, price_s), cost)
         except Refused as error:
             reason = str(error)
-        alone = Candidate(Mesh(), 1, "1f1b", 1, offload=self.offloads[-1])
-        state_bytes = self.bounds.state_bytes(alone)
+        alone = Candidate(Mesh(), 1, "1f1b", 1, offload=self.offload.words[-1])
+        state_bytes = self.bounds.least.state_bytes(alone)
         devices = ceil(state_bytes / cost.capacity_bytes)
         needs = f" The state alone ({state_bytes / GIB:.1f} GiB) needs at least {devices} devices."
         zero = f", ZeRO {least.zero}" if least.zero else ""
@@ -282,7 +263,8 @@ class _Search:
             for candidate in candidates(
                 self.pins, mesh, self.work.global_batch, calls, whole_batch=whole_batch
             ):  # fmt: skip
-                for zero, offload in product(zero_stages(self.pins, candidate), self.offloads):
+                stages = zero_stages(self.pins, candidate)
+                for zero, offload in product(stages, self.offload.words):
                     yield replace(candidate, zero=zero, offload=offload)
 
     def _nothing_to_do(self) -> Refused:
@@ -314,86 +296,98 @@ class _Search:
         )  # fmt: skip
 
     def _try(self, candidate: Candidate, best: _Best) -> bool:
-        """Evaluates a candidate under rising prices of memory; whether it may fit."""
-        if candidate.offload == "all" and self.pins.offload is None:
-            self.offloaded += 1
-        else:
-            self.evaluations += 1
-        fits = False
-        cost = cost_model(self.cluster, candidate.mesh)
-        for price in BYTE_PRICES if candidate.mesh.tensor > 1 else BYTE_PRICES[:1]:
-            if best.found and not self._is_solved(candidate, price):
-                return True
-            try:
-                found = evaluate(self.work, candidate, self._pieces(candidate, price), cost)
-            except SolverFailed:
-                raise
-            except Refused:
+        """Evaluates a candidate, under a price of memory that rises while nothing fits, and then is
+        what the last plan says a byte is worth; whether it may fit."""
+        is_extra = self.offload.is_extra(candidate)
+        self.evaluations += not is_extra
+        self.offload.with_state += is_extra
+        price_s, tried, fits = 0.0, list[Pieces](), False
+        for _ in range(MOST_PRICES if candidate.mesh.tensor > 1 else 1):
+            pieces = self._pieces(candidate, price_s)
+            is_new = not any(pieces is other for other in tried)
+            if fits and not is_new:
+                break
+            tried.append(pieces)
+            found = self._evaluated(candidate, pieces) if is_new else None
+            if found is None:
+                price_s = max(STEEPER * price_s, whole_price_s(pieces))
                 continue
-            best.offer(found)
             fits = True
-            if _recomputed_share(found) < SLACK:
-                self.roomy.add(candidate)
-                return True
+            best.offer(found)
+            if recomputed_share(found) < SLACK:
+                self.offload.roomy.add(candidate)
+                break
+            price_s = marginal_price_s(found)
         if not fits:
             self.too_large.append(candidate)
         return fits
 
-    def _is_solved(self, candidate: Candidate, price: float) -> bool:
-        """Whether the sharding is known, or may still be searched for."""
-        key = (candidate.mesh.tensor, candidate.rows, _bucket(candidate.micro_batches), price)
-        is_free = candidate.mesh.tensor == 1 or key in self.shardings
-        return is_free or len(self.shardings) < MOST_SHARDINGS
+    def _evaluated(self, candidate: Candidate, pieces: Pieces) -> Evaluated | None:
+        """None if it does not fit."""
+        cost = cost_model(self.cluster, candidate.mesh)
+        try:
+            return evaluate(self.work, candidate, pieces, cost)
+        except SolverFailed:
+            raise
+        except Refused:
+            return None
 
-    def _pieces(self, candidate: Candidate, price: float) -> Pieces:
-        mesh, work = candidate.mesh, self.work
+    def _pieces(self, candidate: Candidate, price_s: float) -> Pieces:
+        """Of the cheapest shardings when a byte of state costs so many seconds per micro-batch."""
+        mesh, result = candidate.mesh, self._sharding(candidate, price_s)
         key: tuple[Any, ...] = (
-            mesh.tensor, candidate.rows, mesh.data > 1, candidate.micro_batches > 1, price,
-            _bucket(candidate.micro_batches) if mesh.tensor > 1 else 0,
+            mesh.tensor, candidate.rows, mesh.data > 1, candidate.micro_batches > 1,
+            tuple(sharding.key for sharding in result.shardings),
             offloads_activations(candidate.offload),
-            candidate.mesh if self.reason or self._has_prologue else None,
+            (mesh, candidate.micro_batches) if self.reason or self._has_prologue else None,
         )  # fmt: skip
         if key not in self.pieces:
-            cost = cost_model(self.cluster, mesh)
-            result = self._sharding(candidate, price, cost)
-            hosting = hosting_of(work.graph, self.cluster, candidate.offload)
-            self.pieces[key] = pieces(
-                work.graph, work.flow, work.kinds, result, candidate.degrees, cost,
-                best_menu(self.pins.recompute, hosting),
-            )  # fmt: skip
+            found, graph = self._priced(candidate, result), self.work.graph
+            hosting = hosting_of(graph, self.cluster, candidate.offload)
+            menu_of = best_menu(self.pins.recompute, hosting)
+            self.pieces[key] = with_menus(found, graph, self.work.kinds, menu_of)
         return self.pieces[key]
+
+    def _priced(self, candidate: Candidate, result: ShardingResult) -> Pieces:
+        """Pieces without their menus."""
+        work, cost = self.work, cost_model(self.cluster, candidate.mesh)
+        return priced(work.graph, work.flow, work.kinds, result, candidate.degrees, cost)
 
     @cached_property
     def _has_prologue(self) -> bool:
         return any(kind.spread.gathers(kind.block) for kind in self.work.kinds)
 
-    def _sharding(self, candidate: Candidate, price: float, cost: CostModel) -> ShardingResult:
-        """Cached by local shapes: the data degree does not matter to the tensor axis."""
-        work, tensor = self.work, candidate.mesh.tensor
-        if tensor == 1:
-            return whole(work.graph, work.kinds)
-        count = _bucket(candidate.micro_batches)
-        key = (tensor, candidate.rows, count, price)
+    def _shardings(self, candidate: Candidate) -> Shardings:
+        """Of a candidate's local shapes: the data degree does not matter to the tensor axis."""
+        key = (candidate.mesh.tensor, candidate.rows)
         if key not in self.shardings:
-            degrees = Degrees(candidate.rows * count, 1, tensor, count)
-            rate = 0.0
-            if price:
-                free = self._sharding(candidate, 0.0, cost)
-                rate = price * free.objective_s / cost.capacity_bytes
-            self.shardings[key] = shard(work.graph, work.kinds, degrees, cost, byte_price_s=rate)
+            work, cost = self.work, cost_model(self.cluster, candidate.mesh)
+            degrees = Degrees(candidate.rows, 1, candidate.mesh.tensor, 1)
+            self.shardings[key] = Shardings(work.graph, work.kinds, degrees, cost, work.early)
         return self.shardings[key]
 
+    def _sharding(self, candidate: Candidate, price_s: float) -> ShardingResult:
+        if candidate.mesh.tensor == 1:
+            return self.whole
+        count, exchange_s = candidate.micro_batches, self._exchange_s(candidate)
+        key = (candidate.mesh.tensor, candidate.rows, count, price_s, exchange_s)
+        if key not in self.sharded:
+            found = self._shardings(candidate)
+            self.sharded[key] = found.cheapest(count, price_s, exchange_s=exchange_s)
+        return self.sharded[key]
 
-def _bucket(count: int) -> int:
-    return max(b for b in MICRO_BATCH_BUCKETS if b <= count)
+    def _exchange_s(self, candidate: Candidate) -> float:
+        """Of a byte of gradient and parameter over the data axis, per step."""
+        cost, times = cost_model(self.cluster, candidate.mesh), candidate.micro_batches
+        if candidate.mesh.data == 1:
+            return 0.0
+        scatter_s, gather_s = (
+            cost.collective_s(kind, GIB, DATA) / GIB for kind in ("reduce_scatter", "all_gather")
+        )
+        scatters = times if candidate.zero >= 2 else 1
+        return scatters * scatter_s + (2 * times if candidate.zero == 3 else 1) * gather_s
 
-
-def _recomputed_share(found: Evaluated) -> float:
-    """The part of all compute and communication that goes into recomputation and copies."""
-    again_s = total_s = 0.0
-    for placed in (p for calls in found.program.stages for p in calls):
-        menu = found.pieces.menus[placed.variant]
-        point = next(p for p in menu if p.label == placed.keep)
-        again_s += point.total_s - min(p.total_s for p in menu)
-        total_s += point.total_s
-    return again_s / total_s if total_s else 0.0
+    @cached_property
+    def whole(self) -> ShardingResult:
+        """Nothing cut."""
+        return whole(self.work.graph, self.work.kinds)

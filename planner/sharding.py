@@ -6,15 +6,18 @@ node, one layout per state tensor and boundary, and the proven bound of their se
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ir.graph import Graph
 from ir.layout import Placement
 from ir.lower import Degrees, Sharding
 from ir.variants import Variant
 from planner.cost import CostModel
+from planner.node_prices import NodePrices
 from planner.sharding_program import Habits, ShardingProgram
-from planner.solver import Solution
+from planner.solver import Relaxation, Solution
 
 
 @dataclass(frozen=True)
@@ -28,19 +31,67 @@ class ShardingResult:
     variables: int
 
 
+@dataclass
+class Shardings:
+    """Every sharding of a model at one tensor degree and number of rows.
+
+    `early`: per variant the values that are made once per step. The program is built once, and
+    its relaxation solved again from the last solution; it mostly is integral, else the integer
+    program is solved.
+    """
+
+    graph: Graph
+    kinds: tuple[Variant, ...]
+    degrees: Degrees
+    cost: CostModel
+    early: Sequence[Collection[str]] = ()
+    habits: Habits | None = None
+
+    @cached_property
+    def prices(self) -> list[NodePrices]:
+        """Of each variant's nodes."""
+        if self.habits:
+            return self.built.prices
+        return [NodePrices(kind, self.degrees, self.cost) for kind in self.kinds]
+
+    @cached_property
+    def built(self) -> ShardingProgram:
+        """The program."""
+        return ShardingProgram(
+            self.graph, self.kinds, self.degrees, self.cost, habits=self.habits,
+            twice=self.habits is not None, early=self.early,
+            prices=() if self.habits else self.prices,
+        )  # fmt: skip
+
+    @cached_property
+    def relaxation(self) -> Relaxation:
+        """Of the program, for any objective."""
+        return Relaxation(self.built.program.model)
+
+    def cheapest(
+        self, micro_batches: int, byte_price_s: float = 0.0, *, exchange_s: float = 0.0,
+        gap: float = 0.001,
+    ) -> ShardingResult:  # fmt: skip
+        """The sharding of the least seconds per micro-batch, when a byte of parameters, gradients
+        and optimizer state that is held costs so many, and a byte that is trained `exchange_s`
+        per step on the data axis."""
+        program = self.built.program
+        terms = program.cost(micro_batches, byte_price_s, exchange_s)
+        solution = self.relaxation.minimum(terms)
+        if not solution.is_integral:
+            program.model.minimise(terms)
+            solution = program.model.solve(gap)
+        return _decoded(self.built, solution)
+
+
 def shard(
     graph: Graph, kinds: tuple[Variant, ...], degrees: Degrees, cost: CostModel,
     *, byte_price_s: float = 0.0, gap: float = 0.001, habits: Habits | None = None,
 ) -> ShardingResult:  # fmt: skip
     """The cheapest sharding. `byte_price_s`: seconds per byte of parameters, gradients and
     optimizer state held. `habits`: what a hand-written program would not do."""
-    built = ShardingProgram(
-        graph, kinds, degrees, cost, byte_price_s=byte_price_s, habits=habits,
-        twice=habits is not None,
-    )  # fmt: skip
-    program = built.program
-    program.model.minimise(program.cost)
-    return _decoded(built, program.model.solve(gap))
+    found = Shardings(graph, kinds, degrees, cost, habits=habits)
+    return found.cheapest(degrees.micro_batches, byte_price_s, gap=gap)
 
 
 def _decoded(built: ShardingProgram, solution: Solution) -> ShardingResult:

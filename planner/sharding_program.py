@@ -12,7 +12,8 @@ Nodes i of the joint graphs, strategies p of a node, layouts l of a value:
 
 Sources: the formulation is Alpa's and AutoParallel's with the tight linking; (4) and (5) let it
 find sequence-sharded norms and residuals by itself. Costs of repeated blocks count as often as
-they occur; what happens once per step counts 1 / micro-batches.
+they occur; what happens once per step counts 1 / micro-batches. A program is built once for all
+micro-batch counts and prices of memory.
 """
 
 from __future__ import annotations
@@ -52,55 +53,69 @@ class Habits:
 
 @dataclass
 class _Program:
-    """The model under construction and its variables. `of_call`: per variant, what one call costs
-    in one micro-batch; `held`: per variant, (tensor, bytes, variable) of the state of one
-    call, one variable of each tensor being chosen."""
+    """The model under construction and its variables. What all calls take: `each`, seconds per
+    micro-batch; `once`, seconds per step; `sizes`, bytes held; `trained`, bytes of parameters.
+    `of_call`: per variant, what one call takes in one micro-batch; `held`: per variant, (tensor,
+    bytes, variable) of the state of one call, one variable of each tensor being chosen."""
 
     model: Model = field(default_factory=Model)
-    cost: list[Term] = field(default_factory=list)
+    each: list[Term] = field(default_factory=list)
+    once: list[Term] = field(default_factory=list)
+    sizes: list[Term] = field(default_factory=list)
+    trained: list[Term] = field(default_factory=list)
     of_call: dict[int, list[Term]] = field(default_factory=dict)
     held: dict[int, list[tuple[str, float, Variable]]] = field(default_factory=dict)
     chosen: dict[tuple[int, Node], list[tuple[Strategy, Variable]]] = field(default_factory=dict)
     layouts: dict[int, list[tuple[Placement, Variable]]] = field(default_factory=dict)
     paid: dict[tuple[int, str, Placement, Placement, bool], Variable] = field(default_factory=dict)
 
+    def cost(
+        self, micro_batches: int, byte_price_s: float, exchange_s: float = 0.0
+    ) -> list[Term]:
+        """Seconds per micro-batch, with so many seconds for a byte that is held, and for one that
+        is trained, per step."""
+        once = [(seconds / micro_batches, v) for seconds, v in self.once]
+        if exchange_s:
+            once += [(size * exchange_s / micro_batches, v) for size, v in self.trained]
+        held = [(size * byte_price_s, v) for size, v in self.sizes] if byte_price_s else []
+        return [*self.each, *once, *held]
+
     def spend(self, number: int, seconds: float, times: float, variable: Variable) -> None:
         """Seconds of every call of a variant, per micro-batch, which occurs so many times."""
-        self.cost.append((seconds * times, variable))
+        self.each.append((seconds * times, variable))
         self.of_call.setdefault(number, []).append((seconds, variable))
 
 
 class ShardingProgram:
-    """The program of all blocks, or of one variant alone (`only`).
+    """The program of all blocks; of `degrees` only the tensor degree and the rows matter.
 
-    `byte_price_s`: seconds per byte of parameters, gradients and optimizer state held. `twice`:
-    what forward reshards is not kept: backward does it again. `free`: values of each variant that
-    cost nothing.
+    `twice`: what forward reshards is not kept: backward does it again. `early`: values of each
+    variant that are made once per step, before the first micro-batch. `prices`: of each variant's
+    nodes, where they are known.
     """
 
     def __init__(
         self, graph: Graph, kinds: tuple[Variant, ...], degrees: Degrees, cost: CostModel,
-        *, byte_price_s: float = 0.0, habits: Habits | None = None, twice: bool = False,
-        only: int | None = None, free: Sequence[Collection[str]] = (),
+        *, habits: Habits | None = None, twice: bool = False, early: Sequence[Collection[str]] = (),
+        prices: Sequence[NodePrices] = (),
     ) -> None:  # fmt: skip
         self.graph, self.kinds, self.degrees, self.cost = graph, kinds, degrees, cost
-        self.byte_price_s, self.habits, self.twice = byte_price_s, habits or Habits(), twice
+        self.habits, self.twice = habits or Habits(), twice
+        self.early = early or ((),) * len(kinds)
         self.ports: Ports = connect(graph, kinds)
         self.program = _Program()
-        numbers = range(len(kinds)) if only is None else (only,)
+        numbers = range(len(kinds))
         self._classes()
-        whole = {
-            n: self._crossing_leaves(n) if self.habits.whole_activations else () for n in numbers
-        }
-        self.prices = {
-            n: NodePrices(kinds[n], degrees, cost, whole[n], free[n] if free else ())
-            for n in numbers
-        }
+        self.prices = [*prices] or [self._node_prices(n) for n in numbers]
         for number in numbers:
             self._nodes(number)
         for number in numbers:
             self._edges(number)
             self._deliveries(number)
+
+    def _node_prices(self, number: int) -> NodePrices:
+        whole = self._crossing_leaves(number) if self.habits.whole_activations else ()
+        return NodePrices(self.kinds[number], self.degrees, self.cost, whole)
 
     def _classes(self) -> None:
         """(5), and what holding and updating a parameter costs."""
@@ -113,16 +128,19 @@ class ShardingProgram:
             for place in self._options(number, stored=number in held):
                 variable = self.program.model.binary()
                 row.append((place, variable))
-                price = all_kept = 0.0
+                update_s = all_kept = trained = 0.0
                 for name in held.get(number, ()):
                     kind = types[name]
                     share = self.degrees.tensor if isinstance(place, Shard) else 1
                     size = kind.type.bytes(self.degrees.batch) / share
                     kept = size * (HELD_TENSORS if kind.trainable else 1)
-                    update = self.cost.optimizer_s(size, 2 * size) if kind.trainable else 0.0
-                    price += update / self.degrees.micro_batches + kept * self.byte_price_s
                     all_kept += kept
-                self.program.cost.append((price, variable))
+                    if kind.trainable:
+                        update_s += self.cost.optimizer_s(size, 2 * size)
+                        trained += size
+                self.program.once.append((update_s, variable))
+                self.program.sizes.append((all_kept, variable))
+                self.program.trained.append((trained, variable))
                 if all_kept:
                     self._hold(number, all_kept, variable)
             self.program.layouts[number] = row
@@ -179,9 +197,17 @@ class ShardingProgram:
             for option, seconds in self.prices[number].options(node):
                 variable = program.model.binary()
                 row.append((option, variable))
-                program.spend(number, seconds, len(variant.calls), variable)
+                self._spend(number, node.outputs[0], seconds, variable)
             program.chosen[number, node] = row
             program.model.constrain([(1.0, v) for _, v in row], 1, 1)
+
+    def _spend(self, number: int, name: str, seconds: float, variable: Variable) -> None:
+        """Seconds of every call of a variant for a value: per micro-batch, or once."""
+        calls = len(self.kinds[number].calls)
+        if name in self.early[number]:
+            self.program.once.append((seconds * calls, variable))
+        else:
+            self.program.spend(number, seconds, calls, variable)
 
     def _edges(self, number: int) -> None:
         """(2) and (3) between nodes, and (6) from the boundary."""
@@ -255,11 +281,10 @@ class ShardingProgram:
         program = self.program
         if key not in program.paid:
             program.paid[key] = variable = program.model.variable(0, 1)
-            calls = len(self.kinds[key[0]].calls)
             if once:
-                program.cost.append((seconds * calls / self.degrees.micro_batches, variable))
+                program.once.append((seconds * len(self.kinds[key[0]].calls), variable))
             else:
-                program.spend(key[0], seconds, calls, variable)
+                self._spend(key[0], key[1], seconds, variable)
         return program.paid[key]
 
     def _reshard_s(self, number: int, name: str, a: Placement, b: Placement) -> float:
@@ -292,8 +317,7 @@ class ShardingProgram:
         size = self.kinds[number].block.types[gradient].bytes(self.degrees.batch)
         for place, variables in self.have[gradient].items():
             share = self.degrees.tensor if isinstance(place, Shard) else 1
-            price = weight * size / share * self.byte_price_s
-            self.program.cost += [(price, v) for v in variables]
+            self.program.sizes += [(weight * size / share, v) for v in variables]
             held = size / (share if self.is_alone(number, value) else self.degrees.tensor)
             made = self.program.held.setdefault(number, [])
             made += [(gradient, held, v) for v in variables]

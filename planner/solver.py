@@ -11,6 +11,7 @@ from datetime import timedelta
 from math import inf
 from typing import NewType
 
+from ortools.linear_solver import pywraplp
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
@@ -24,6 +25,7 @@ _SOLVERS = (mathopt.SolverType.HIGHS, mathopt.SolverType.GSCIP)
 # seconds and rows in bytes are brought to about this size first.
 _LARGEST_COST = 1e3
 _ROW_SIZES = (1e-3, 1e3)
+_WHOLE = 1e-6
 
 
 class Infeasible(Exception):
@@ -48,6 +50,11 @@ class Solution:
 
     def __getitem__(self, variable: Variable) -> float:
         return self.values[variable]
+
+    @property
+    def is_integral(self) -> bool:
+        """Whether all values are whole numbers, but for rounding."""
+        return all(abs(value - round(value)) < _WHOLE for value in self.values)
 
     @property
     def gap(self) -> float:
@@ -188,35 +195,40 @@ class Model:
 
 class Relaxation:
     """A model whose variables may be any real numbers, minimised for one objective after the
-    other: each solve starts from the last one's solution."""
+    other: each solve starts from the last one's solution, so presolve is off.
+
+    Through GLOP's own interface: reading MathOpt's answers takes longer than the solve.
+    """
 
     def __init__(self, model: Model) -> None:
-        self._model, self._variables = model._exported(1.0)
-        for variable in self._variables:
-            variable.integer = False
-        self._model.objective.clear()
-        self._solver = mathopt.IncrementalSolver(self._model, mathopt.SolverType.GLOP)
+        self._solver = pywraplp.Solver("relaxation", pywraplp.Solver.GLOP_LINEAR_PROGRAMMING)
+        self._solver.SetSolverSpecificParametersAsString("use_preprocessing: false")
+        self._variables = [
+            self._solver.NumVar(lower, upper, "") for lower, upper, *_ in model._variables
+        ]
+        for row in model._rows:
+            factor = _row_factor(row)
+            added = self._solver.Constraint(row.lower * factor, row.upper * factor)
+            for coefficient, variable in row.terms:
+                added.SetCoefficient(self._variables[variable], coefficient * factor)
+        self._solver.Objective().SetMinimization()
 
     def minimum(self, terms: Iterable[Term], offset: float = 0.0) -> Solution:
         """The least sum of coefficient * variable + offset: a lower bound of the model's."""
-        costs = _summed(terms)
+        costs, objective = _summed(terms), self._solver.Objective()
         scale = _LARGEST_COST / max((abs(cost) for cost, _ in costs if cost), default=1)
-        self._model.objective.clear()
+        objective.Clear()
         for cost, variable in costs:
-            self._model.objective.set_linear_coefficient(self._variables[variable], cost * scale)
-        try:
-            result = self._solver.solve()
-        except (AttributeError, RuntimeError) as error:
-            reason = error.__context__ or error
-            raise SolverFailed(f"the linear program failed: {reason}") from error
-        match result.termination.reason:
-            case mathopt.TerminationReason.OPTIMAL:
-                values = tuple(float(v) for v in result.variable_values(self._variables))
-                bound = float(result.dual_bound()) / scale + offset
+            objective.SetCoefficient(self._variables[variable], cost * scale)
+        match self._solver.Solve():
+            case pywraplp.Solver.OPTIMAL:
+                values = tuple(variable.solution_value() for variable in self._variables)
+                bound = objective.Value() / scale + offset
                 return Solution(values, bound, bound, "optimal")
-            case mathopt.TerminationReason.INFEASIBLE:
+            case pywraplp.Solver.INFEASIBLE:
                 raise Infeasible("no solution exists")
-        raise SolverFailed(f"the linear program: {result.termination.reason.value}")
+            case status:
+                raise SolverFailed(f"the linear program failed (GLOP's status {status})")
 
 
 def _run(

@@ -97,7 +97,7 @@ def _relaxed_stage(problem: StageProblem, stage: int) -> Array:
     transient = maxima(problem, [min(p.transient_bytes for p in run.points) for run in runs])
     room = 1.0 - (transient + copies_bytes(problem)) / capacity_bytes
     bound = np.zeros_like(room)
-    for price in _indifferent_prices(times, sizes):
+    for price in indifferent_prices(times, sizes):
         least = [np.min(time + price * size) for time, size in zip(times, sizes, strict=True)]
         bound = np.maximum(bound, sums(problem, least) - price * room)
     smallest = sums(problem, [size.min() for size in sizes])
@@ -105,7 +105,7 @@ def _relaxed_stage(problem: StageProblem, stage: int) -> Array:
     return np.where(fits, bound + problem.exposed_send_s(stage), np.inf)
 
 
-def _indifferent_prices(times: Sequence[Array], sizes: Sequence[Array]) -> list[float]:
+def indifferent_prices(times: Sequence[Array], sizes: Sequence[Array]) -> list[float]:
     """0 and the prices at which the best point of a run changes: the slopes of its lower hull."""
     prices = {0.0}
     for time, size in zip(times, sizes, strict=True):

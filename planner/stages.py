@@ -18,8 +18,8 @@ from time import monotonic
 import numpy as np
 
 from ir.errors import Refused
-from planner.solver import Infeasible
 from planner.stage_cuts import Array, best_cuts, copies_bytes, relaxed_seconds, tail_seconds
+from planner.stage_points import held_run, stage_points
 from planner.stage_problem import Choice, Run, StagePlan, StageProblem, price
 from planner.stage_program import solve_program
 from planner.stage_refusal import memory_message
@@ -105,37 +105,26 @@ class StageCosts:
     def _solve(self, stage: Stage) -> None:
         """The least seconds of a stage, for it and all that hold the same blocks."""
         s, a, b = stage
-        alone, first_run = self._alone(stage)
+        alone, room_bytes, first_run = self._alone(stage)
         seconds, choices = np.inf, None
-        try:
-            assignment, bound_s = solve_program(alone, self.gap / 2, 10.0)
-        except Infeasible:
-            pass
-        else:
-            seconds = bound_s + self.problem.exposed_send_s(s)
-            choices = tuple(replace(c, run=c.run + first_run) for c in assignment[0])
+        if found := stage_points(alone, room_bytes, self.gap / 2):
+            seconds = found.bound_s + self.problem.exposed_send_s(s)
+            choices = tuple(replace(c, run=c.run + first_run) for c in found.choices)
         for first in self._same_blocks(a, b):
             same = (s, first, first + b - a)
             self.seconds[same] = max(seconds, self.seconds[same])
             self.choices[same] = choices
 
-    def _alone(self, stage: Stage) -> tuple[StageProblem, int]:
-        """The stage as a problem of its own, and the index of its first run."""
+    def _alone(self, stage: Stage) -> tuple[tuple[Run, ...], float, int]:
+        """What the stage holds, the bytes it may fill, and the index of its first run."""
         s, a, b = stage
         inside = self.problem.block_runs[a:b]
         runs = tuple(
-            self._held(s, self.problem.runs[r], inside.count(r)) for r in sorted(set(inside))
+            held_run(self.problem, s, self.problem.runs[r], inside.count(r))
+            for r in sorted(set(inside))
         )
         room_bytes = max(self.problem.capacity_bytes[s] - float(self.copies[a, b]), 1.0)
-        return StageProblem(runs, 1, 1, "gpipe", (room_bytes,)), inside[0]
-
-    def _held(self, stage: int, run: Run, count: int) -> Run:
-        """Some blocks of a run, with what they keep of all micro-batches as if of one."""
-        points = tuple(
-            replace(point, saved_bytes=self.problem.held_bytes(stage, point), pending_bytes=0.0)
-            for point in run.points
-        )
-        return replace(run, count=count, points=points, sync_s=0.0, optimizer_s=0.0)
+        return runs, room_bytes, inside[0]
 
     def _same_blocks(self, a: int, b: int) -> Iterator[int]:
         """First blocks of the stages with the same blocks as a..b-1: shifts within one run."""

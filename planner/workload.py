@@ -9,8 +9,9 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from ir.batch import Flow
+from ir.batch import Flow, early_values
 from ir.graph import Graph
+from ir.spmd import early_inputs
 from ir.variants import Variant
 
 
@@ -32,3 +33,11 @@ class Workload:
     def uses(self) -> Counter[str]:
         """How many calls read each graph-level value."""
         return Counter(v for call in self.graph.calls for v in dict.fromkeys(call.arguments))
+
+    @cached_property
+    def early(self) -> tuple[set[str], ...]:
+        """Per variant the values that exist before the first micro-batch, if there are several."""
+        return tuple(
+            early_values(kind.block, set(early_inputs(self.graph, self.flow, kind)))
+            for kind in self.kinds
+        )

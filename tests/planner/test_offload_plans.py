@@ -16,8 +16,12 @@ from ir.offload import OFFLOADS
 from ir.plan import Plan, spmd
 from planner import plan
 from planner.cost import Roofline
-from planner.offload import check_host, offloads, pinned_bytes
+from planner.offload import check_host, pinned_bytes
+from planner.pins import read_pins
+from planner.search import _Search
+from planner.workload import Workload
 from planner.zero import held_cost, least_held_cost
+from tests.hand_plan import kinds_of
 
 LINK_BYTES_PER_S = 4e9
 HOST = Host(LINK_BYTES_PER_S, 2**30, link_part=1.0)
@@ -127,14 +131,18 @@ def test_the_search_finds_the_best_of_all(heavy: Graph, part: float) -> None:
     assert found.prediction.bound_s <= least_s
 
 
-def test_nothing_is_considered_without_a_host() -> None:
-    assert offloads(None, Cluster.local(2), "adamw") == ("none",)
-    assert offloads(None, cluster(2, host=Host(1e9, 0)), "adamw") == ("none",)
-    assert offloads(None, cluster(2, host=Host(0.0, 2**30)), "adamw") == ("none",)
-    assert offloads(None, cluster(2), "sgd") == ("none", "activations")
-    assert offloads(None, Cluster.parse("8xH100-SXM"), "adamw") == (
-        "none", "activations", "all",
-    )  # fmt: skip
+def words(graph: Graph, where: Cluster, optimizer: str = "adamw") -> tuple[str, ...]:
+    batch_flow, kinds = kinds_of(graph)
+    work = Workload(graph, batch_flow, kinds, 8, optimizer)
+    return _Search(work, where, read_pins({}), True).offload.words
+
+
+def test_nothing_is_considered_without_a_host(heavy: Graph) -> None:
+    assert words(heavy, Cluster.local(2)) == ("none",)
+    assert words(heavy, cluster(2, host=Host(1e9, 0))) == ("none",)
+    assert words(heavy, cluster(2, host=Host(0.0, 2**30))) == ("none",)
+    assert words(heavy, cluster(2), "sgd") == ("none", "activations")
+    assert words(heavy, Cluster.parse("8xH100-SXM")) == ("none", "activations", "all")
 
 
 # the host's memory

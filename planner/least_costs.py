@@ -1,0 +1,299 @@
+"""What candidates share that their bounds are made of: the least that blocks and state take.
+
+Input: a workload, a cluster, the pieces of one device and the shardings by tensor degree and rows.
+Output: seconds and bytes that no plan beats. At all, no choice of kept values recomputes and copies
+less than `planner.frontier` says, and what a device holds is cut evenly over the tensor axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from math import inf
+from typing import TypeAlias
+
+from ir.cluster import Cluster, Mesh
+from ir.graph import Node
+from ir.offload import offloads_activations, offloads_optimizer, staying_inputs
+from ir.ops import op_def
+from ir.recompute import state_inputs
+from ir.schedules import Held
+from ir.variants import Variant
+from planner.calibrated import cost_model
+from planner.cost import CostModel
+from planner.frontier import Frontier, frontier
+from planner.offload import Hosting
+from planner.pieces import Pieces
+from planner.pins import Candidate
+from planner.price import OPTIMIZER_TENSORS, NodeTimes, Seconds, StateCost
+from planner.recompute_program import KeptProgram
+from planner.schedule import moments
+from planner.sharding import Shardings
+from planner.sharding_bound import BlockBound, block_bound, least_total_s
+from planner.sharding_program import HELD_TENSORS
+from planner.workload import Workload
+from planner.zero import least_held_cost
+
+Kept: TypeAlias = "list[tuple[int, list[tuple[float, float]]]]"
+
+
+@dataclass
+class LeastCosts:
+    """Kept by tensor degree and rows, or by mesh, ZeRO stage and offload.
+
+    `pieces_of` gives the pieces of one device for so many rows, `shardings_of` the shardings of a
+    candidate.
+    """
+
+    work: Workload
+    cluster: Cluster
+    pieces_of: Callable[[int], Pieces]
+    shardings_of: Callable[[Candidate], Shardings]
+    known_blocks: dict[tuple[int, int, bool], tuple[BlockBound, ...]] = field(default_factory=dict)
+    known_totals: dict[tuple[int, int], float] = field(default_factory=dict)
+    known_kept: dict[tuple[int, int, bool], Kept] = field(default_factory=dict)
+    known_frontiers: dict[tuple[int, bool], tuple[Frontier, ...]] = field(default_factory=dict)
+    known_crossings: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
+    known_states: dict[tuple[Mesh, int, str], dict[str, StateCost]] = field(default_factory=dict)
+    known_state: dict[tuple[Mesh, int, str], StateCost] = field(default_factory=dict)
+
+    def state_bytes(self, candidate: Candidate) -> float:
+        """State of a device when it is divided evenly by stages and shards."""
+        return self.state(candidate).held_bytes / candidate.mesh.pipeline
+
+    def working_bytes(self, candidate: Candidate) -> list[float]:
+        """Per variant what its largest node reads and makes, if that is cut evenly; of tensors
+        with rows of the batch, and of all that it reads only the largest."""
+        return [
+            (fixed + each * candidate.rows) / candidate.mesh.tensor for fixed, each in self._working
+        ]
+
+    @cached_property
+    def _working(self) -> list[tuple[int, int]]:
+        """Per variant (bytes, bytes per row) of the largest node."""
+        return [max((self._touched(kind, n) for n in kind.block.nodes), key=sum, default=(0, 0))
+                for kind in self.work.kinds]  # fmt: skip
+
+    def _touched(self, kind: Variant, node: Node) -> tuple[int, int]:
+        types = kind.block.types
+        views = {o for n in kind.block.nodes if op_def(n.op).kind == "view" for o in n.outputs}
+        made = [n for n in node.outputs if n in types and n not in views]
+        whole = [n for n in node.inputs if n not in views]
+        read = max(whole, key=lambda n: types[n].bytes(2), default=None)
+        pairs = [(types[n].bytes(1), types[n].bytes(2)) for n in (*made, read) if n is not None]
+        rowed = [(one, two - one) for one, two in pairs if two > one]
+        return sum(one - each for one, each in rowed), sum(each for _, each in rowed)
+
+    def need_bytes(self, candidate: Candidate) -> float:
+        """State and activations of a device, divided evenly, with everything recomputed."""
+        mesh = candidate.mesh
+        held = max(1, self.flights(candidate, 0))
+        least = self._kept_bytes(candidate, -1) / mesh.tensor
+        return self.state_bytes(candidate) + held * least / mesh.pipeline
+
+    def most_bytes(self, candidate: Candidate) -> float:
+        """The same with everything kept that backward reads."""
+        held = max(1, self.flights(candidate, 0))
+        most = self._kept_bytes(candidate, 0) / candidate.mesh.tensor
+        return self.state_bytes(candidate) + held * most / candidate.mesh.pipeline
+
+    def _kept_bytes(self, candidate: Candidate, corner: int) -> float:
+        """Of all calls, on one device, at an end of the curves: 0, all kept, or -1, nothing."""
+        hosts = offloads_activations(candidate.offload)
+        curves = zip(self.work.kinds, self._frontiers(candidate.rows, hosts=hosts), strict=True)
+        return sum(len(kind.calls) * curve.corners[corner][1] for kind, curve in curves)
+
+    def kept(self, candidate: Candidate) -> Kept:
+        """Per variant its calls, and (seconds recomputed, bytes kept) on one device of the mesh."""
+        tensor, hosts = candidate.mesh.tensor, offloads_activations(candidate.offload)
+        key = (tensor, candidate.rows, hosts)
+        if key not in self.known_kept:
+            rows: Kept = []
+            for number, curve in enumerate(self._frontiers(candidate.rows, hosts=hosts)):
+                evenness = self._evenness(candidate, number)
+                again = (min(1.0, evenness) if hosts else evenness) / tensor  # copies are even
+                corners = [(seconds * again, size / tensor) for seconds, size in curve.corners]
+                rows.append((len(self.work.kinds[number].calls), corners))
+            self.known_kept[key] = rows
+        return self.known_kept[key]
+
+    def again_s(self, candidate: Candidate) -> float:
+        """The least recomputation per micro-batch, of all stages, that makes room for what is
+        kept: by duality, over the prices of a kept byte; infinity if nothing makes room."""
+        kept, room = self.kept(candidate), self._room_bytes(candidate)
+        if sum(n * corners[-1][1] for n, corners in kept) > room:
+            return inf
+        prices = {
+            (tall[0] - flat[0]) / (flat[1] - tall[1])
+            for _, corners in kept for flat in corners for tall in corners
+            if tall[0] > flat[0] and flat[1] > tall[1]
+        }  # fmt: skip
+        return max(
+            sum(n * min(s + price * size for s, size in corners) for n, corners in kept)
+            - price * room
+            for price in (0.0, *prices)
+        )
+
+    def _room_bytes(self, candidate: Candidate) -> float:
+        """What all ranks together can keep of one micro-batch: sum of room / in flight."""
+        mesh = candidate.mesh
+        room = cost_model(self.cluster, mesh).capacity_bytes - self.state_bytes(candidate)
+        return sum(room / max(1, self.flights(candidate, rank)) for rank in range(mesh.pipeline))
+
+    def flights(self, candidate: Candidate, rank: int) -> int:
+        """Of how many micro-batches a rank keeps what forward saved, at least: of several stages
+        the one that keeps fewest may have most blocks."""
+        return max(min(held.forward for held in moment) for moment in self.moments(candidate, rank))
+
+    def moments(self, candidate: Candidate, rank: int) -> tuple[tuple[Held, ...], ...]:
+        """What the stages of a rank hold at its fullest moments."""
+        return moments(
+            candidate.schedule, rank, candidate.mesh.pipeline, candidate.micro_batches,
+            candidate.virtual_stages,
+        )  # fmt: skip
+
+    def forward_s(self, candidate: Candidate) -> float:
+        """Of one micro-batch through all blocks, every node by its fastest strategy."""
+        blocks, kinds = self.blocks(candidate, exact=False), self.work.kinds
+        return sum(
+            len(kind.calls) * sum(block.node_s[n.outputs[0]] for n in kind.block.forward)
+            for kind, block in zip(kinds, blocks, strict=True)
+        )
+
+    def send_s(self, candidate: Candidate, cost: CostModel, stage: int) -> float:
+        """There and back, of a micro-batch, where the least crosses and is cut evenly."""
+        tensor = candidate.mesh.tensor
+        return min(
+            sum(cost.send_s(size // tensor, stage) for size in sizes)
+            for sizes in self._crossings(candidate.rows)
+        ) * (1 if cost.sends_meet else 2)
+
+    def _crossings(self, rows: int) -> set[tuple[int, ...]]:
+        """Bytes of the values with gradients that cross each place between two calls."""
+        if rows not in self.known_crossings:
+            found, calls = self.pieces_of(rows), self.work.graph.calls
+            made: dict[str, tuple[int, int]] = {}
+            last: dict[str, int] = {}
+            for index, call in enumerate(calls):
+                last.update(dict.fromkeys(call.arguments, index))
+                number = self.work.variant_of[index]
+                block, types = self.work.kinds[number].block, found.lowered[number].types
+                for value, name in zip(call.results, block.outputs, strict=True):
+                    if any(name == output for output, _ in block.tangents):
+                        made[value] = (index, types[name].bytes(1))
+            self.known_crossings[rows] = {
+                tuple(sorted(size for value, (first, size) in made.items()
+                             if first < place <= last.get(value, -1)))
+                for place in range(1, len(calls))
+            }  # fmt: skip
+        return self.known_crossings[rows]
+
+    def runs(self, candidate: Candidate) -> list[tuple[int, int, StateCost]]:
+        """Identical calls in a row: variant, their number, the state that they use first."""
+        graph, states = self.work.graph, dict(self.states(candidate))
+        variant_of, found = self.work.variant_of, []
+        for variant, group in groupby(range(len(graph.calls)), key=lambda i: variant_of[i]):
+            calls = list(group)
+            names = dict.fromkeys(v for i in calls for v in graph.calls[i].arguments)
+            mine = [states.pop(name) for name in names if name in states]
+            found.append((variant, len(calls), StateCost.total(mine)))
+        return found
+
+    def held_part(self, candidate: Candidate) -> float:
+        """The least part of a block's held bytes that ZeRO, the optimizer and the host leave: of
+        gradients, or of the `HELD_TENSORS` that the curve counts for a parameter and AdamW's
+        state."""
+        of_state, of_gradient, of_parameter = (
+            candidate.mesh.data if candidate.zero >= stage else 1 for stage in (1, 2, 3)
+        )
+        tensors = 1 / of_parameter
+        if not offloads_optimizer(candidate.offload):
+            tensors += OPTIMIZER_TENSORS[self.work.optimizer] / of_state
+        return min(tensors / HELD_TENSORS, 1 / of_gradient)
+
+    def total_s(self, candidate: Candidate) -> float:
+        """Of one micro-batch through all blocks, whose boundaries agree."""
+        key = (candidate.mesh.tensor, candidate.rows)
+        if key not in self.known_totals:
+            self.known_totals[key] = least_total_s(self.shardings_of(candidate))
+        return self.known_totals[key]
+
+    def states(self, candidate: Candidate) -> dict[str, StateCost]:
+        """Of every state tensor."""
+        key = (candidate.mesh, candidate.zero, candidate.offload)
+        if key not in self.known_states:
+            cost = cost_model(self.cluster, candidate.mesh)
+            self.known_states[key] = {
+                item.name: least_held_cost(
+                    item, cost, self.work.optimizer, candidate.zero, candidate.offload
+                )
+                for item in self.work.graph.state
+            }
+        return self.known_states[key]
+
+    def state(self, candidate: Candidate) -> StateCost:
+        """Of all state tensors together."""
+        key = (candidate.mesh, candidate.zero, candidate.offload)
+        if key not in self.known_state:
+            self.known_state[key] = StateCost.total(list(self.states(candidate).values()))
+        return self.known_state[key]
+
+    def is_exact(self, candidate: Candidate) -> bool:
+        """Whether the exact bounds of its blocks are known."""
+        return (candidate.mesh.tensor, candidate.rows, True) in self.known_blocks
+
+    def blocks(self, candidate: Candidate, *, exact: bool) -> tuple[BlockBound, ...]:
+        """What no sharding of a call of each variant beats."""
+        key = (candidate.mesh.tensor, candidate.rows, exact)
+        if key not in self.known_blocks:
+            found = self.shardings_of(candidate)
+            self.known_blocks[key] = tuple(
+                block_bound(found, number, early, exact=exact)
+                for number, early in enumerate(self.work.early)
+            )
+        return self.known_blocks[key]
+
+    def _frontiers(self, rows: int, *, hosts: bool) -> tuple[Frontier, ...]:
+        """Of every variant, on one device; `hosts`: where the host may hold what is kept."""
+        if (rows, hosts) not in self.known_frontiers:
+            found = self.pieces_of(rows)
+            self.known_frontiers[rows, hosts] = tuple(
+                frontier(self._kept_program(found, n, hosts=hosts))
+                for n in range(len(self.work.kinds))
+            )
+        return self.known_frontiers[rows, hosts]
+
+    def _kept_program(self, found: Pieces, number: int, *, hosts: bool) -> KeptProgram:
+        """Inputs that several calls share are kept once, so they weigh nothing here."""
+        graph, kind = self.work.graph, self.work.kinds[number]
+        arguments = graph.calls[kind.calls[0]].arguments
+        lowered = found.lowered[number]
+        always = state_inputs(lowered, arguments, {item.name for item in graph.state})
+        values = dict(zip(kind.block.inputs, arguments, strict=True))
+        shared = {name for name, value in values.items() if self.work.uses[value] > 1}
+        times = self._least_times(found, number)
+        hosting = Hosting(self.cluster, staying_inputs(graph, kind)) if hosts else None
+        return KeptProgram(lowered, found.storages[number], times, always, shared, hosting)
+
+    def _evenness(self, candidate: Candidate, variant: int) -> float:
+        """The least that a node of forward takes on T devices, over a T-th of one device's."""
+        tensor = candidate.mesh.tensor
+        if tensor == 1:
+            return 1.0
+        found = self.pieces_of(candidate.rows)
+        alone = self._least_times(found, variant).of
+        least = self.blocks(candidate, exact=False)[variant].node_s
+        names = [node.outputs[0] for node in found.lowered[variant].forward]
+        shares = [least[n] * tensor / alone[n].compute_s
+                  for n in names if n in least and alone[n].compute_s > 0]  # fmt: skip
+        return min(shares, default=0.0)
+
+    def _least_times(self, found: Pieces, number: int) -> NodeTimes:
+        """The times of a block when views are free, since another layout may allow them."""
+        nodes = (*found.lowered[number].forward, *found.lowered[number].backward)
+        names = {node.outputs[0] for node in nodes if op_def(node.op).kind == "view"}
+        times = found.times[number]
+        names |= self.work.early[number]
+        return replace(times, of=times.of | dict.fromkeys(names, Seconds()))

@@ -1,0 +1,150 @@
+"""The least pace of ranks with several stages, whatever blocks each of them has.
+
+Input: a `StageProblem` with a stage per rank; per rank, what its stages hold at their fullest
+moments. Output: seconds that the slowest rank takes for a micro-batch at least. Any share of the
+blocks is allowed, in any order, with kept values in fractions. Of the longest run a rank may have
+any number, of the other blocks any set: for a limit on the seconds of every rank, the most blocks
+of the longest run that all can take are counted by dynamic programming over those sets, and the
+least limit at which they are enough is searched for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from ir.schedules import Held
+from planner.interleave import least_blocks
+from planner.stage_cuts import Array, indifferent_prices
+from planner.stage_problem import Point, StageProblem
+
+MOST_OTHERS = 6
+"""Blocks outside the longest run; with more of them there is no bound."""
+
+Moments = tuple[tuple[Held, ...], ...]
+
+
+def least_pace_s(problem: StageProblem, moments: Sequence[Moments]) -> float:
+    """Infinity if no share fits the memory; 0 for models of too many kinds of blocks."""
+    blocks = problem.block_runs
+    longest = max(range(len(problem.runs)), key=lambda r: problem.runs[r].count)
+    others = tuple(r for r in blocks if r != longest)
+    if len(others) > MOST_OTHERS:
+        return 0.0
+    share = _Shares(problem, tuple(moments), longest, others)
+    return share.least_pace_s()
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """The ways to share blocks: of the run `longest` by number, of `others` by set (a bit each)."""
+
+    problem: StageProblem
+    moments: tuple[Moments, ...]
+    longest: int
+    others: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return self.problem.runs[self.longest].count
+
+    @property
+    def sets(self) -> range:
+        return range(2 ** len(self.others))
+
+    def least_pace_s(self) -> float:
+        """By bisection over the seconds that some share of a rank takes."""
+        limits = np.unique(self.seconds[np.isfinite(self.seconds)])
+        if not len(limits) or not self._is_enough(float(limits[-1])):
+            return inf
+        low, high = 0, len(limits) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._is_enough(float(limits[middle])):
+                high = middle
+            else:
+                low = middle + 1
+        return float(limits[low])
+
+    def _is_enough(self, limit_s: float) -> bool:
+        """Whether all blocks find a place on ranks of at most so many seconds."""
+        takes = np.where(self.seconds <= limit_s, np.arange(self.count + 1), -inf).max(axis=2)
+        most = np.full(len(self.sets), -inf)
+        most[0] = 0
+        for of_rank in takes:
+            reached = np.full(len(self.sets), -inf)
+            for mine in self.sets:
+                if of_rank[mine] < 0:
+                    continue
+                free = [s for s in self.sets if not s & mine]
+                joined = [s | mine for s in free]
+                np.maximum.at(reached, joined, most[free] + of_rank[mine])
+            most = reached
+        return bool(most[-1] >= self.count)
+
+    @cached_property
+    def seconds(self) -> Array:
+        """[rank, set, number]: least seconds of a rank with those blocks; infinity if too large."""
+        known: dict[tuple[float, Moments], Array] = {}
+        rows = []
+        for rank, moments in enumerate(self.moments):
+            key = (self.problem.exposed_send_s(rank), moments)
+            if key not in known:
+                known[key] = np.stack([self._of_rank(rank, mine) for mine in self.sets])
+            rows.append(known[key])
+        return np.stack(rows)
+
+    def _of_rank(self, rank: int, mine: int) -> Array:
+        """[number]: by duality, over some prices of a byte: any price gives a bound."""
+        room = self.problem.capacity_bytes[rank]
+        runs = [r for bit, r in enumerate(self.others) if mine >> bit & 1]
+        numbers = np.arange(self.count + 1, dtype=np.float64)
+        held = self._held(self.moments[rank], numbers, len(runs))
+        least_held = min(min(h.forward for h in moment) for moment in self.moments[rank])
+        points = self.problem.runs[self.longest].points
+        sizes = [np.stack([_bytes(p, held) for p in points])]
+        times = [_times(points)]
+        for r in runs:
+            sizes.append(np.array([[_bytes(p, least_held)] for p in self.problem.runs[r].points]))
+            times.append(_times(self.problem.runs[r].points))
+        counts = [numbers, *(np.ones(1) for _ in runs)]
+        middle = [size[:, min(size.shape[1] - 1, 1 + self.count // len(self.moments))]
+                  for size in sizes]  # fmt: skip
+        best = np.zeros(self.count + 1)
+        for price in indifferent_prices(times, middle):
+            total = sum(
+                n * (time[:, None] + price * size).min(axis=0)
+                for n, time, size in zip(counts, times, sizes, strict=True)
+            )
+            best = np.maximum(best, total - price * room)
+        smallest = sum(n * size.min(axis=0) for n, size in zip(counts, sizes, strict=True))
+        best += self.problem.exposed_send_s(rank)
+        return np.where(smallest <= room * (1 + 1e-9), best, inf)
+
+    def _held(self, moments: Moments, numbers: Array, others: int) -> Array:
+        """[number]: micro-batches held per block, at least: every stage of the rank has its least
+        number of blocks, and all but `others` of those are of the longest run."""
+        most = np.zeros(len(numbers))
+        stages = len(self.moments) * len(moments[0])
+        least = least_blocks(len(self.problem.block_runs), stages)
+        for moment in moments:
+            held = sorted(h.forward for h in moment)
+            forced = [h for h in held for _ in range(least)]
+            forced = forced[: max(0, len(forced) - others)]
+            places = np.minimum(numbers, len(forced))
+            sums = np.concatenate([[0.0], np.cumsum(forced)])[places.astype(int)]
+            sums = sums + np.maximum(0, numbers - places) * held[0]
+            most = np.maximum(most, sums / np.maximum(numbers, 1))
+        return most
+
+
+def _bytes(point: Point, held: Array | float) -> Array:
+    return np.asarray(point.persistent_bytes + held * point.saved_bytes)
+
+
+def _times(points: Sequence[Point]) -> Array:
+    return np.array([p.forward_s + p.backward_s for p in points])

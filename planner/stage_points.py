@@ -1,0 +1,155 @@
+"""Which points the blocks of one stage run at: the least seconds within its memory.
+
+Input: the runs on a stage, as if it held one micro-batch, and the bytes it may fill. Output:
+`StagePoints`. Where the fastest points fit, they are it. Else blocks move down the hull of their
+run's points, where a byte is cheapest first; that is the linear relaxation but for the last block,
+so it proves a bound as well. Where plan and bound lie apart the integer program of
+`planner.stage_program` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil, inf
+
+from planner.solver import Infeasible
+from planner.stage_problem import Choice, Point, Run, StageProblem
+from planner.stage_program import solve_program
+
+TOUCH = 1e-9
+"""Relative room for rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePoints:
+    """Choices by run, with their seconds and a lower bound of any choices' seconds."""
+
+    choices: tuple[Choice, ...]
+    seconds: float
+    bound_s: float
+
+
+def held_run(problem: StageProblem, stage: int, run: Run, count: int) -> Run:
+    """Some blocks of a run on a stage, with what they keep of all micro-batches as if of one."""
+    points = tuple(
+        replace(point, saved_bytes=problem.held_bytes(stage, point), pending_bytes=0.0)
+        for point in run.points
+    )
+    return replace(run, count=count, points=points, sync_s=0.0, optimizer_s=0.0)
+
+
+def stage_points(runs: Sequence[Run], room_bytes: float, gap: float) -> StagePoints | None:
+    """Within the relative gap; None where nothing fits."""
+    fastest = [min(range(len(run.points)), key=lambda o: _order(run.points[o])) for run in runs]
+    if _fits(runs, fastest, room_bytes):
+        seconds = sum(r.count * _seconds(r.points[o]) for r, o in zip(runs, fastest, strict=True))
+        choices = tuple(Choice(r, o, runs[r].count) for r, o in enumerate(fastest))
+        return StagePoints(choices, seconds, seconds)
+    found = _descended(runs, room_bytes)
+    if found is None or found.seconds - found.bound_s <= gap * found.seconds:
+        return found
+    return _solved(runs, room_bytes, gap)
+
+
+def _solved(runs: Sequence[Run], room_bytes: float, gap: float) -> StagePoints | None:
+    """By the integer program."""
+    alone = StageProblem(tuple(runs), 1, 1, "gpipe", (room_bytes,))
+    try:
+        (choices,), bound_s = solve_program(alone, gap, 10.0)
+    except Infeasible:
+        return None
+    seconds = sum(c.count * _seconds(runs[c.run].points[c.point]) for c in choices)
+    return StagePoints(choices, seconds, min(bound_s, seconds))
+
+
+def _descended(runs: Sequence[Run], room_bytes: float) -> StagePoints | None:
+    """The best over all limits on what a running block needs; None where even parts of blocks
+    would not fit."""
+    best, bound_s = None, inf
+    for limit_bytes in sorted({p.transient_bytes for run in runs for p in run.points}):
+        allowed = [
+            [o for o, p in enumerate(run.points) if p.transient_bytes <= limit_bytes]
+            for run in runs
+        ]
+        if not all(allowed):
+            continue
+        found = _greedy(runs, allowed, room_bytes - limit_bytes)
+        if found is None:
+            continue
+        bound_s = min(bound_s, found.bound_s)
+        if best is None or found.seconds < best.seconds:
+            best = found
+    return best and StagePoints(best.choices, best.seconds, min(bound_s, best.seconds))
+
+
+def _greedy(
+    runs: Sequence[Run], allowed: Sequence[Sequence[int]], room_bytes: float
+) -> StagePoints | None:
+    """Blocks move from point to point of their hull, where a byte costs least first, until they
+    fit; the last move is of no more blocks than it takes."""
+    hulls = [_hull(run.points, points) for run, points in zip(runs, allowed, strict=True)]
+    counts = [{hull[0]: run.count} for run, hull in zip(runs, hulls, strict=True)]
+    excess = -room_bytes + sum(
+        run.count * _held(run.points[hull[0]]) for run, hull in zip(runs, hulls, strict=True)
+    )
+    seconds = bound_s = sum(
+        run.count * _seconds(run.points[hull[0]]) for run, hull in zip(runs, hulls, strict=True)
+    )
+    moves = sorted(
+        (_slope(run.points, *pair), r, pair)
+        for r, (run, hull) in enumerate(zip(runs, hulls, strict=True)) for pair in pairwise(hull)
+    )  # fmt: skip
+    for slope, r, (here, there) in moves:
+        if excess <= room_bytes * TOUCH:
+            break
+        points, count = runs[r].points, runs[r].count
+        size = _held(points[here]) - _held(points[there])
+        moved = min(count, ceil(excess / size * (1 - TOUCH)))
+        bound_s += min(excess, count * size) * slope
+        seconds += moved * size * slope
+        excess -= moved * size
+        counts[r] = {here: count - moved, there: moved}
+    if excess > abs(room_bytes) * TOUCH:
+        return None
+    choices = (
+        Choice(r, o, n) for r, taken in enumerate(counts) for o, n in sorted(taken.items()) if n
+    )
+    return StagePoints(tuple(choices), seconds, bound_s)
+
+
+def _hull(points: Sequence[Point], allowed: Sequence[int]) -> list[int]:
+    """The points of the lower hull of (bytes, seconds), fastest first."""
+    hull: list[int] = []
+    for o in sorted(allowed, key=lambda o: _order(points[o])):
+        if hull and _held(points[o]) >= _held(points[hull[-1]]):
+            continue
+        while len(hull) > 1 and _slope(points, hull[-1], o) <= _slope(points, *hull[-2:]):
+            hull.pop()
+        hull.append(o)
+    return hull
+
+
+def _slope(points: Sequence[Point], here: int, there: int) -> float:
+    """Seconds per byte."""
+    more_s = _seconds(points[there]) - _seconds(points[here])
+    return more_s / (_held(points[here]) - _held(points[there]))
+
+
+def _fits(runs: Sequence[Run], chosen: Sequence[int], room_bytes: float) -> bool:
+    points = [run.points[o] for run, o in zip(runs, chosen, strict=True)]
+    held = sum(run.count * _held(point) for run, point in zip(runs, points, strict=True))
+    return held + max(p.transient_bytes for p in points) <= room_bytes * (1 + TOUCH)
+
+
+def _order(point: Point) -> tuple[float, float, float]:
+    return _seconds(point), _held(point) + point.transient_bytes, _held(point)
+
+
+def _seconds(point: Point) -> float:
+    return point.forward_s + point.backward_s
+
+
+def _held(point: Point) -> float:
+    return point.persistent_bytes + point.saved_bytes

@@ -5,19 +5,28 @@ for. This is the only module that imports all four rooms.
 """
 
 import argparse
-import io
 import json
 import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from calibration import add_calibrate_command
 from codegen import Program, emit, load
+from deciding import (
+    DECISIONS,
+    FLAGS,
+    MODEL,
+    call_arguments,
+    decide,
+    pins_of,
+    rows_of,
+    trace_loaded,
+)
+from explaining import add_explain_command, explain
 from ir.cluster import Cluster
 from ir.errors import Different, ShardwrightError, UsageError
 from ir.graph import Graph
@@ -25,11 +34,10 @@ from ir.plan import Plan
 from ir.promote import promote
 from ir.trace import find_loss, trace
 from planner import plan as plan_graph
-from planner.pins import Pins, meshes, parse_pins
+from planner.pins import Pins, meshes
 from planner.timeline import simulate_plan
 from planner.trace_file import write_trace
 from prediction import add_predict_command, predict
-from runtime.batch import tensor_leaves
 from runtime.compare import (
     ERRORS,
     Run,
@@ -47,8 +55,8 @@ from runtime.models import Loaded, load_model
 from runtime.trainer import connect
 
 __all__ = [
-    "Cluster", "Graph", "Plan", "Program", "check", "compile", "emit", "load_model", "load_plan",
-    "plan", "plan_graph", "predict", "trace",
+    "Cluster", "Graph", "Plan", "Program", "check", "compile", "emit", "explain", "load_model",
+    "load_plan", "plan", "plan_graph", "predict", "trace",
 ]  # fmt: skip
 
 OK, USAGE, REFUSED, DIFFERENT, INTERRUPTED = 0, 2, 3, 4, 130
@@ -66,7 +74,7 @@ def plan(
     ones, or one tensor. `loss` makes the loss from the model's output, if that is not the loss
     already. `pin` fixes decisions: {"tensor": 2, "schedule": "gpipe", "zero": 1}.
     """
-    args, kwargs = _arguments(batch)
+    args, kwargs = call_arguments(batch)
     graph = trace(model, args, kwargs, loss=loss)
     return replace(plan_graph(graph, cluster, global_batch=global_batch, pin=pin), graph=graph)
 
@@ -86,22 +94,16 @@ def compile(  # the public name, as in torch.compile
     if graph is None:
         if batch is None:
             raise UsageError("a plan from a file holds no model: give compile an example batch")
-        graph = trace(model, *_arguments(batch), loss=loss)
+        graph = trace(model, *call_arguments(batch), loss=loss)
     module, layout = load(emit(graph, plan))
     trainer = connect(module, layout, model, **options)
 
     def step(batch: Any) -> Any:
-        args, kwargs = _arguments(batch)
+        args, kwargs = call_arguments(batch)
         return trainer.step(*args, **kwargs)
 
     step.trainer = trainer  # type: ignore[attr-defined]  # mypy knows no attributes of functions
     return step
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
 
 
 def check(
@@ -129,9 +131,9 @@ class _Checker:
     """
 
     def __init__(self, loaded: Loaded, steps: int) -> None:
-        own = _trace(loaded)
+        own = trace_loaded(loaded)
         self.graph = promote(own)
-        self.rows = _rows(loaded, self.graph)
+        self.rows = rows_of(loaded, self.graph)
         self.training = Training(steps)
         self.model = widened(loaded.model)
         self.batch = widened_batch(loaded.args), widened_batch(loaded.kwargs)
@@ -168,20 +170,6 @@ class _Checker:
             asked = " ".join(f"{key}={value}" for key, value in pin.items())
             return UNKNOWN | {"status": "refused", "plan": asked, "reason": _paragraph(error)}
         return UNKNOWN | {"status": found.status, "plan": str(chosen.mesh), **found.to_json()}
-
-
-def _trace(loaded: Loaded) -> Graph:
-    with redirect_stderr(io.StringIO()):  # torch.export prints the half-made graph of a refused one
-        return trace(loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, name=loaded.name)
-
-
-def _rows(loaded: Loaded, graph: Graph) -> int:
-    """The rows of the batch that the model came with."""
-    leaves = [tensor for _, tensor in tensor_leaves((loaded.args, loaded.kwargs))]
-    for item in graph.inputs:
-        if item.batch_dim is not None:
-            return leaves[item.index].shape[item.batch_dim]
-    return leaves[0].shape[0] if leaves[0].dim() else 1
 
 
 # The command line
@@ -222,7 +210,7 @@ def _report(options: argparse.Namespace, reason: str, code: int) -> int:
 def _plan_command(options: argparse.Namespace) -> int:
     if options.out and options.trace and Path(options.out) == Path(options.trace):
         raise UsageError(f"--out and --trace are both {options.out}: give each a file of its own.")
-    _, graph, chosen = _decide(options)
+    _, graph, chosen = decide(options)
     if options.out:
         chosen.save(options.out)
     if options.trace:
@@ -234,7 +222,7 @@ def _plan_command(options: argparse.Namespace) -> int:
 def _emit_command(options: argparse.Namespace) -> int:
     if not options.out:
         raise UsageError("say where to write the program with --out FOLDER")
-    _, graph, chosen = _decide(options)
+    _, graph, chosen = decide(options)
     program = emit(graph, chosen).for_model(options.model, seq=options.seq)
     program.write(options.out, force=options.force)
     if options.json:
@@ -251,7 +239,7 @@ def _run_command(options: argparse.Namespace) -> int:
     if Path(options.model).is_dir():
         launch(options.model, argv=argv)
         return OK
-    _, graph, chosen = _decide(options)
+    _, graph, chosen = decide(options)
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
         program = emit(graph, chosen).for_model(options.model, seq=options.seq)
         program.write(folder, force=True)
@@ -264,7 +252,7 @@ def _check_command(options: argparse.Namespace) -> int:
     if devices is None:
         raise UsageError("say how many ranks with --devices N, or for which hardware: --cluster")
     loaded = load_model(options.model, seq=options.seq, batch=options.batch, device="cpu")
-    results = check(loaded, devices, pin=_pins(options), steps=options.steps or 2)
+    results = check(loaded, devices, pin=pins_of(options), steps=options.steps or 2)
     worst = max(results, key=badness)
     if options.json:
         print(json.dumps({**worst, "combinations": results} if len(results) > 1 else worst))
@@ -286,60 +274,6 @@ def _check_lines(loaded: Loaded, results: Sequence[Mapping[str, Any]]) -> Iterat
         yield f"{head}  {errors}  {why}"
 
 
-def _decide(options: argparse.Namespace) -> tuple[Loaded, Graph, Plan]:
-    """The model, its graph, and the plan: read from --plan, or made from the other flags."""
-    saved = Plan.load(options.plan) if getattr(options, "plan", None) else None
-    if saved is None and not options.cluster:
-        raise UsageError("say for which hardware with --cluster, such as 4x8xH100-SXM or local:4")
-    cluster, pin = Cluster.parse(options.cluster or "local:1"), _pins(options)  # quick to refuse
-    loaded = load_model(options.model, seq=options.seq, batch=options.batch)
-    graph = _trace(loaded)
-    if saved is not None:
-        return loaded, graph, saved
-    rows = options.global_batch or _rows(loaded, graph)
-    return loaded, graph, plan_graph(graph, cluster, global_batch=rows, pin=pin)
-
-
-def _pins(options: argparse.Namespace) -> dict[str, Any]:
-    """--pin and --micro-batches as the decisions that they fix."""
-    return parse_pins(options.pin or "", micro_batches=options.micro_batches)
-
-
-def _count(text: str) -> int:
-    """An argument that is a whole number from 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
-
-
-MODEL = (
-    "FILE.py:build (a function that returns model, args, kwargs; optional loss(output) beside it), "
-    "hf:PATH/config.json, or hf:NAME such as hf:llama-3-8b"
-)
-CLUSTER = "the hardware: 4x8xH100-SXM (nodes x devices x kind), local:4, FILE.yaml, or 2xFILE.yaml"
-PIN = (
-    "fix decisions, comma-separated: pipeline=2, data=2, tensor=2, micro_batches=4, schedule=1f1b, "
-    "gpipe, zero-bubble or interleaved (then also virtual_stages=2), recompute=none, selective or "
-    "full, zero=0 to 3, offload=none, optimizer, activations or all; the rest is chosen"
-)
-TRACE = "write the simulated timeline of a step as JSON that ui.perfetto.dev opens"
-FLAGS: dict[str, dict[str, Any]] = {
-    "--seq": {"type": _count, "metavar": "N", "help": "tokens per row (hf:, or a build(seq))"},
-    "--batch": {"type": _count, "metavar": "N", "help": "rows of the example batch (likewise)"},
-    "--cluster": {"metavar": "SPEC", "help": CLUSTER},
-    "--global-batch": {"type": _count, "metavar": "N", "help": "rows of a step, over all devices"},
-    "--micro-batches": {"type": _count, "metavar": "M", "help": "fix the pieces of a step"},
-    "--pin": {"metavar": "KEY=VALUE,...", "help": PIN},
-    "--plan": {"metavar": "FILE", "help": "a plan written by `plan --out`, instead of planning"},
-    "--out": {"metavar": "PATH", "help": "where to write"},
-    "--trace": {"metavar": "FILE", "help": TRACE},
-    "--force": {"action": "store_true", "help": "overwrite a program that is already there"},
-    "--steps": {"type": _count, "metavar": "N", "help": "training steps (run: 20, check: 2)"},
-    "--lr": {"type": float, "default": 1e-3, "help": "AdamW's rate (default %(default)s)"},
-    "--devices": {"type": _count, "metavar": "N", "help": "how many ranks"},
-    "--json": {"action": "store_true", "help": "print JSON on stdout"},
-}
-DECISIONS = ("--seq", "--batch", "--cluster", "--global-batch", "--micro-batches", "--pin")
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], tuple[str, ...], str]] = {
     "plan": (
         _plan_command,
@@ -369,6 +303,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], tuple[str, ...], 
 }
 EPILOG = """examples:
   shardwright plan hf:llama-3-8b --cluster 4x8xH100-SXM --seq 8192 --global-batch 512
+  shardwright explain hf:gpt2 --cluster 8xA100-80GB --global-batch 64 --why-not pipeline=2
   shardwright run examples/gpt2_bytes.py:build --cluster local:4 --steps 20
   shardwright check examples/tiny_llama.py:build --devices 4
 
@@ -390,6 +325,7 @@ def _parser() -> argparse.ArgumentParser:
         for flag in (*flags, "--json"):
             command.add_argument(flag, **FLAGS[flag])
         command.set_defaults(run=run)
+    add_explain_command(commands)
     add_predict_command(commands)
     add_calibrate_command(commands)
     return parser

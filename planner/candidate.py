@@ -32,7 +32,7 @@ from planner.stage_problem import (
     StageProblem,
     price,
 )
-from planner.stage_refusal import excess_message
+from planner.stage_refusal import excess_message, least_assignment
 from planner.stages import plan_stages
 from planner.workload import Workload as Workload
 
@@ -70,6 +70,14 @@ def evaluate_stages(
     return _Evaluation(work, candidate, found, cost).given(assignment)
 
 
+def evaluate_least(
+    work: Workload, candidate: Candidate, found: Pieces, cost: CostModel
+) -> Evaluated:
+    """A candidate with every block as small as it gets and the stages that suit that best, whether
+    or not it fits."""
+    return _Evaluation(work, candidate, found, cost).least()
+
+
 class _Evaluation(StagePrices):
     """One evaluation; see the module's docstring."""
 
@@ -105,6 +113,10 @@ class _Evaluation(StagePrices):
         host_bytes = [stage.host_bytes for stage in prediction.stages]
         if any(host_bytes):
             check_host(self.cost.cluster, self.candidate.mesh, host_bytes)
+
+    def least(self) -> Evaluated:
+        """The stages of least memory."""
+        return self.given(least_assignment(self._problem(self.cost.capacity_bytes)))
 
     # the stage problem
 

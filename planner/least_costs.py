@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import inf
 from typing import TypeAlias
 
@@ -127,7 +127,7 @@ class LeastCosts:
             return inf
         prices = {
             (tall[0] - flat[0]) / (flat[1] - tall[1])
-            for _, corners in kept for flat in corners for tall in corners
+            for _, corners in kept for flat, tall in pairwise(corners)
             if tall[0] > flat[0] and flat[1] > tall[1]
         }  # fmt: skip
         return max(

@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import groupby, product
-from math import ceil, inf
+from math import inf
 from typing import Any, TypeAlias
 
 from ir.batch import flow, needs_whole_batch
 from ir.cluster import GIB, Cluster, Mesh
+from ir.collector import paused_collector
 from ir.errors import Refused, UsageError
 from ir.graph import Graph
 from ir.layout import DATA
@@ -34,7 +35,7 @@ from planner.calibrated import cost_model
 from planner.candidate import Evaluated, Workload, evaluate
 from planner.describe import describe
 from planner.least_costs import LeastCosts
-from planner.offload import check_offload, hosting_of
+from planner.offload import HostFull, check_offload, hosting_of
 from planner.offload_choice import OffloadChoice
 from planner.pieces import Pieces, best_menu, priced, whole, with_menus
 from planner.pins import (
@@ -50,6 +51,7 @@ from planner.pins import (
 )
 from planner.price import OPTIMIZER_TENSORS
 from planner.sharding import ShardingResult, Shardings
+from planner.shortage import does_not_fit
 from planner.solver import SolverFailed
 
 MOST_EVALUATIONS = 24
@@ -65,6 +67,7 @@ STEEPER = 10.0
 """From one price to the next while nothing fits."""
 
 
+@paused_collector()
 def plan(
     graph: Graph, cluster: Cluster | str, *, global_batch: int,
     pin: Mapping[str, Any] | None = None, optimizer: str = "adamw", name: str | None = None,
@@ -222,19 +225,18 @@ class _Search:
         least = min(options, key=lambda c: (need(c), c.mesh.pipeline, c.zero))
         cost = cost_model(self.cluster, least.mesh)
         price_s = whole_price_s(self._pieces(least, 0.0)) * STEEPER**MOST_PRICES
-        reason = "no plan fits"
+        alone = Candidate(Mesh(), 1, "1f1b", 1, offload=self.offload.words[-1])
         try:
             evaluate(self.work, least, self._pieces(least, price_s), cost)
-        except Refused as error:
-            reason = str(error)
-        alone = Candidate(Mesh(), 1, "1f1b", 1, offload=self.offload.words[-1])
-        state_bytes = self.bounds.least.state_bytes(alone)
-        devices = ceil(state_bytes / cost.capacity_bytes)
-        needs = f" The state alone ({state_bytes / GIB:.1f} GiB) needs at least {devices} devices."
-        zero = f", ZeRO {least.zero}" if least.zero else ""
-        zero += f", offload={least.offload}" if least.offload != "none" else ""
-        asked = f" The least was tried: {least.mesh}, {least.rows} rows per micro-batch{zero}."
-        return Refused(reason + asked + (needs if devices > self.cluster.n_devices else ""))
+        except HostFull as error:
+            return error
+        except Refused:
+            pass
+        return does_not_fit(
+            self.work, least, self._pieces(least, price_s), cost,
+            state_bytes=self.bounds.least.state_bytes(alone),
+            devices=self.cluster.n_devices,
+        )  # fmt: skip
 
     def _bounded(self, found: Evaluated, bound_s: float) -> Evaluated:
         bound_s = min(bound_s, found.prediction.step_s)

@@ -40,7 +40,7 @@ def block_bound(
 
 def least_total_s(shardings: Shardings) -> float:
     """Of one micro-batch through all calls, when blocks agree on what goes between them."""
-    return shardings.relaxation.minimum(shardings.built.program.each).bound
+    return shardings.relaxation.minimum(shardings.built.program.each, only=()).bound
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Held:
         seconds = program.of_call.get(self.number, [])
         held = [(size, v) for _, size, v in program.held.get(self.number, [])]
         terms = [*seconds, *((price_s * size, v) for size, v in held)]
-        found = self.shardings.relaxation.minimum(terms)
+        found = self.shardings.relaxation.minimum(terms, only={v for _, v in terms})
         total_s, held_bytes = (sum(x * found[v] for x, v in terms) for terms in (seconds, held))
         return total_s, held_bytes, found.bound
 

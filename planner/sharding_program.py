@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ir.graph import Graph, Node
 from ir.layout import REPLICATE, Layout, Placement, Shard
@@ -51,6 +52,10 @@ class Habits:
     cut_activations: bool = False
 
 
+_Move: TypeAlias = "tuple[int, str, Placement, Placement, bool]"
+"""(variant, value, from, to, whether backward does it again)."""
+
+
 @dataclass
 class _Program:
     """The model under construction and its variables. What all calls take: `each`, seconds per
@@ -67,7 +72,7 @@ class _Program:
     held: dict[int, list[tuple[str, float, Variable]]] = field(default_factory=dict)
     chosen: dict[tuple[int, Node], list[tuple[Strategy, Variable]]] = field(default_factory=dict)
     layouts: dict[int, list[tuple[Placement, Variable]]] = field(default_factory=dict)
-    paid: dict[tuple[int, str, Placement, Placement, bool], Variable] = field(default_factory=dict)
+    paid: dict[_Move, Variable | None] = field(default_factory=dict)
 
     def cost(
         self, micro_batches: int, byte_price_s: float, exchange_s: float = 0.0
@@ -263,9 +268,8 @@ class ShardingProgram:
             row = [(1.0, e) for (_, y), e in edges.items() if y == b]
             model.constrain([*row, *((-1.0, v) for v in variables)], 0, 0)
         for (a, b), edge in edges.items():
-            seconds = self._reshard_s(number, name, a, b)
-            if seconds:
-                paid = self._paid((number, name, a, b, backward and self.twice), seconds, once)
+            paid = self._paid((number, name, a, b, backward and self.twice), once)
+            if paid is not None:
                 model.constrain([(1.0, paid), (-1.0, edge)], 0)
 
     def _is_moved_weight(self, number: int, name: str, a: Placement, b: Placement) -> bool:
@@ -275,17 +279,20 @@ class ShardingProgram:
             return False
         return step(a, b) not in (None, "shard")
 
-    def _paid(
-        self, key: tuple[int, str, Placement, Placement, bool], seconds: float, once: bool
-    ) -> Variable:
-        program = self.program
-        if key not in program.paid:
-            program.paid[key] = variable = program.model.variable(0, 1)
-            if once:
-                program.once.append((seconds * len(self.kinds[key[0]].calls), variable))
-            else:
-                self._spend(key[0], key[1], seconds, variable)
-        return program.paid[key]
+    def _paid(self, key: _Move, once: bool) -> Variable | None:
+        """Whether a reshard is paid for; None if it costs nothing."""
+        number, name, a, b, _ = key
+        paid = self.program.paid
+        if key not in paid:
+            paid[key] = None
+            if seconds := self._reshard_s(number, name, a, b):
+                paid[key] = variable = self.program.model.variable(0, 1)
+                if once:
+                    times = len(self.kinds[number].calls)
+                    self.program.once.append((seconds * times, variable))
+                else:
+                    self._spend(number, name, seconds, variable)
+        return paid[key]
 
     def _reshard_s(self, number: int, name: str, a: Placement, b: Placement) -> float:
         kind = step(a, b)

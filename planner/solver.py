@@ -43,7 +43,7 @@ class Solution:
     `status`: "optimal" (within the gap asked for) or "time_limit" (the best found until then).
     """
 
-    values: tuple[float, ...]
+    values: Mapping[int, float]
     objective: float
     bound: float
     status: str
@@ -54,7 +54,7 @@ class Solution:
     @property
     def is_integral(self) -> bool:
         """Whether all values are whole numbers, but for rounding."""
-        return all(abs(value - round(value)) < _WHOLE for value in self.values)
+        return all(abs(value - round(value)) < _WHOLE for value in self.values.values())
 
     @property
     def gap(self) -> float:
@@ -183,10 +183,10 @@ class Model:
         self, result: mathopt.SolveResult, variables: Sequence[mathopt.Variable], scale: float
     ) -> Solution:
         raw = result.variable_values(variables)
-        values = tuple(
-            float(round(value)) if integer else float(value)
-            for value, (_, _, integer, _) in zip(raw, self._variables, strict=True)
-        )
+        values = {
+            v: float(round(value)) if integer else float(value)
+            for v, (value, (_, _, integer, _)) in enumerate(zip(raw, self._variables, strict=True))
+        }
         objective = sum(cost * values[v] for cost, v in self._objective) + self._offset
         bound = min(result.dual_bound() / scale + self._offset, objective)
         is_optimal = result.termination.reason == mathopt.TerminationReason.OPTIMAL
@@ -213,8 +213,13 @@ class Relaxation:
                 added.SetCoefficient(self._variables[variable], coefficient * factor)
         self._solver.Objective().SetMinimization()
 
-    def minimum(self, terms: Iterable[Term], offset: float = 0.0) -> Solution:
-        """The least sum of coefficient * variable + offset: a lower bound of the model's."""
+    def minimum(
+        self, terms: Iterable[Term], offset: float = 0.0, *, only: Iterable[Variable] | None = None
+    ) -> Solution:
+        """The least sum of coefficient * variable + offset: a lower bound of the model's.
+
+        `only`: the variables whose values are wanted, since reading all takes a while.
+        """
         costs, objective = _summed(terms), self._solver.Objective()
         scale = _LARGEST_COST / max((abs(cost) for cost, _ in costs if cost), default=1)
         objective.Clear()
@@ -222,7 +227,8 @@ class Relaxation:
             objective.SetCoefficient(self._variables[variable], cost * scale)
         match self._solver.Solve():
             case pywraplp.Solver.OPTIMAL:
-                values = tuple(variable.solution_value() for variable in self._variables)
+                wanted = range(len(self._variables)) if only is None else only
+                values = {v: self._variables[v].solution_value() for v in wanted}
                 bound = objective.Value() / scale + offset
                 return Solution(values, bound, bound, "optimal")
             case pywraplp.Solver.INFEASIBLE:

@@ -9,7 +9,7 @@ import numpy as np
 from ir.cluster import GIB
 from ir.plan import Prediction
 from planner.stage_cuts import best_cuts, copies_bytes, maxima, sums
-from planner.stage_problem import Choice, StageProblem, stage_memory
+from planner.stage_problem import Assignment, Choice, StageProblem, stage_memory
 
 # With so many micro-batches `best_cuts` minimises the largest share, and the sum only at a tie.
 _LARGEST_FIRST = 10**6
@@ -46,8 +46,9 @@ def excess_message(prediction: Prediction) -> str:
     )
 
 
-def _tightest_stage(problem: StageProblem) -> tuple[int, tuple[Choice, ...]]:
-    """The fullest stage of the plan of least memory."""
+def least_assignment(problem: StageProblem) -> Assignment:
+    """The plan of least memory: every block as small as it gets, and the cuts that suit that best,
+    whether or not it fits."""
     copies, shares = copies_bytes(problem), []
     for stage, capacity_bytes in enumerate(problem.capacity_bytes):
         parts = [
@@ -59,12 +60,26 @@ def _tightest_stage(problem: StageProblem) -> tuple[int, tuple[Choice, ...]]:
         shares.append(np.where(np.triu(np.ones_like(peaks), k=1), peaks / capacity_bytes, np.inf))
     cuts = best_cuts(np.stack(shares), np.zeros_like(copies), _LARGEST_FIRST)
     assert cuts is not None  # any cuts will do: nothing is excluded here
-    spans = list(zip(cuts.at, cuts.at[1:], strict=False))
-    stage = max(range(problem.stages), key=lambda s: float(shares[s][spans[s]]))
-    inside = problem.block_runs[slice(*spans[stage])]
-    return stage, tuple(
-        Choice(r, _smallest_point(problem, stage, r), inside.count(r)) for r in sorted(set(inside))
+    found = []
+    for stage, span in enumerate(zip(cuts.at, cuts.at[1:], strict=False)):
+        inside = problem.block_runs[slice(*span)]
+        found.append(tuple(
+            Choice(r, _smallest_point(problem, stage, r), inside.count(r))
+            for r in sorted(set(inside))
+        ))  # fmt: skip
+    return tuple(found)
+
+
+def _tightest_stage(problem: StageProblem) -> tuple[int, tuple[Choice, ...]]:
+    """The fullest stage of the plan of least memory."""
+    assignment = least_assignment(problem)
+    stage = max(
+        range(problem.stages),
+        key=lambda s: (
+            stage_memory(problem, s, assignment[s]).peak_bytes / problem.capacity_bytes[s]
+        ),
     )
+    return stage, assignment[stage]
 
 
 def _smallest_point(problem: StageProblem, stage: int, r: int) -> int:

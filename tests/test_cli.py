@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import deciding
 import shardwright
 
 TINY = """
@@ -51,7 +52,7 @@ def command(capsys):
 def test_help_teaches(command):
     code, out, _ = command("--help")
     assert code == 0
-    for word in ("plan", "emit", "run", "check", "hf:llama-3-8b", "exit codes"):
+    for word in ("plan", "explain", "emit", "run", "check", "hf:llama-3-8b", "exit codes"):
         assert word in out
     assert "FILE.py:build" in command("plan", "--help")[1]
 
@@ -204,5 +205,5 @@ def test_ctrl_c_exits_with_130(command, model, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shardwright, "load_model", interrupted)
+    monkeypatch.setattr(deciding, "load_model", interrupted)
     assert command("plan", model, "--cluster", "local:2")[0] == 130

@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from ir.collector import paused_collector
 from ir.errors import CaptureError, ShardwrightError
 from ir.graph import BATCH, Block, Call, Graph, Input, State
 from ir.names import Namer
@@ -31,6 +32,7 @@ from ir.trace.source import source_of
 from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of
 
 
+@paused_collector()
 def trace(
     model: nn.Module,
     args: tuple[Any, ...] = (),

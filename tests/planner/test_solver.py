@@ -81,7 +81,7 @@ def test_the_same_model_gives_the_same_values() -> None:
 def test_a_start_is_accepted() -> None:
     model = knapsack([3.0, 4.0, 5.0], [2.0, 3.0, 4.0], 5)
     solution = model.solve(gap=0.0)
-    start = dict(zip(map(solver.Variable, range(3)), solution.values, strict=True))
+    start = {solver.Variable(v): value for v, value in solution.values.items()}
     assert model.solve(gap=0.0, start=start).values == solution.values
 
 

@@ -1,0 +1,147 @@
+"""The front door's part for decisions: from what was asked to a traced graph and its plan.
+
+In: the flags that all commands share, or a model and a batch in Python. Out: the graph, and a plan
+that was read or made. Where nothing fits, the error says what would.
+"""
+
+import argparse
+import io
+from collections.abc import Mapping
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from typing import Any
+
+from ir.cluster import Cluster
+from ir.errors import Refused, UsageError
+from ir.graph import Graph
+from ir.plan import Plan
+from ir.trace import trace
+from planner import plan as plan_graph
+from planner.explanation import first_remedies
+from planner.explanation_text import remedy_text
+from planner.pins import parse_pins
+from planner.shortage import DoesNotFit
+from planner.trials import Planning, Request, Trials
+from runtime.batch import tensor_leaves
+from runtime.models import Loaded, load_model
+
+REMEDIES_S = 10
+"""No further change is tried later than this after a plan was found not to fit."""
+MOST_REMEDIES = 2
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model with its graph, and what is to be planned for it; `saved`: the plan of --plan."""
+
+    loaded: Loaded
+    graph: Graph
+    request: Request
+    saved: Plan | None = None
+
+
+def ask(options: argparse.Namespace) -> Asked:
+    """What the flags of a command say."""
+    saved = Plan.load(options.plan) if getattr(options, "plan", None) else None
+    if saved is None and not options.cluster:
+        raise UsageError("say for which hardware with --cluster, such as 4x8xH100-SXM or local:4")
+    cluster, pin = Cluster.parse(options.cluster or "local:1"), pins_of(options)  # quick to refuse
+    loaded = load_model(options.model, seq=options.seq, batch=options.batch)
+    graph = trace_loaded(loaded)
+    if saved is not None:
+        return Asked(loaded, graph, Request(saved.cluster, saved.global_batch, pin), saved)
+    rows = options.global_batch or rows_of(loaded, graph)
+    return Asked(loaded, graph, Request(cluster, rows, pin))
+
+
+def decide(options: argparse.Namespace) -> tuple[Loaded, Graph, Plan]:
+    """The model, its graph, and the plan: read from --plan, or made from the other flags."""
+    asked = ask(options)
+    if asked.saved is not None:
+        return asked.loaded, asked.graph, asked.saved
+    planning = planning_of(asked.graph)
+    try:
+        return asked.loaded, asked.graph, planning(asked.request)
+    except DoesNotFit as error:
+        raise Refused(f"{error} {_help(error, asked.request, planning)}") from error
+
+
+def planning_of(graph: Graph, optimizer: str = "adamw") -> Planning:
+    """A function that plans requests for this graph."""
+    return lambda request: plan_graph(
+        graph, request.cluster, global_batch=request.global_batch, pin=request.pins,
+        optimizer=optimizer,
+    )  # fmt: skip
+
+
+def _help(error: DoesNotFit, request: Request, planning: Planning) -> str:
+    """What would fit, in one or two sentences."""
+    found = first_remedies(error, request, Trials(planning, REMEDIES_S), MOST_REMEDIES)
+    if not found:
+        return "No change that fits was found at once; `shardwright explain` looks for longer."
+    changes = "; or ".join(remedy_text(item) for item in found)
+    return f"It would fit with {changes}. `shardwright explain` says more."
+
+
+def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How a model is called with a batch: keyword arguments, positional ones, or one tensor."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+
+
+def trace_loaded(loaded: Loaded) -> Graph:
+    """The graph of a model with its example batch and loss."""
+    with redirect_stderr(io.StringIO()):  # torch.export prints the half-made graph of a refused one
+        return trace(loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, name=loaded.name)
+
+
+def rows_of(loaded: Loaded, graph: Graph) -> int:
+    """The rows of the batch that the model came with."""
+    leaves = [tensor for _, tensor in tensor_leaves((loaded.args, loaded.kwargs))]
+    for item in graph.inputs:
+        if item.batch_dim is not None:
+            return leaves[item.index].shape[item.batch_dim]
+    return leaves[0].shape[0] if leaves[0].dim() else 1
+
+
+def pins_of(options: argparse.Namespace) -> dict[str, Any]:
+    """--pin and --micro-batches as the decisions that they fix."""
+    return parse_pins(options.pin or "", micro_batches=options.micro_batches)
+
+
+def count(text: str) -> int:
+    """An argument that is a whole number from 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+MODEL = (
+    "FILE.py:build (a function that returns model, args, kwargs; optional loss(output) beside it), "
+    "hf:PATH/config.json, or hf:NAME such as hf:llama-3-8b"
+)
+CLUSTER = "the hardware: 4x8xH100-SXM (nodes x devices x kind), local:4, FILE.yaml, or 2xFILE.yaml"
+PIN = (
+    "fix decisions, comma-separated: pipeline=2, data=2, tensor=2, micro_batches=4, schedule=1f1b, "
+    "gpipe, zero-bubble or interleaved (then also virtual_stages=2), recompute=none, selective or "
+    "full, zero=0 to 3, offload=none, optimizer, activations or all; the rest is chosen"
+)
+TRACE = "write the simulated timeline of a step as JSON that ui.perfetto.dev opens"
+FLAGS: dict[str, dict[str, Any]] = {
+    "--seq": {"type": count, "metavar": "N", "help": "tokens per row (hf:, or a build(seq))"},
+    "--batch": {"type": count, "metavar": "N", "help": "rows of the example batch (likewise)"},
+    "--cluster": {"metavar": "SPEC", "help": CLUSTER},
+    "--global-batch": {"type": count, "metavar": "N", "help": "rows of a step, over all devices"},
+    "--micro-batches": {"type": count, "metavar": "M", "help": "fix the pieces of a step"},
+    "--pin": {"metavar": "KEY=VALUE,...", "help": PIN},
+    "--plan": {"metavar": "FILE", "help": "a plan written by `plan --out`, instead of planning"},
+    "--out": {"metavar": "PATH", "help": "where to write"},
+    "--trace": {"metavar": "FILE", "help": TRACE},
+    "--force": {"action": "store_true", "help": "overwrite a program that is already there"},
+    "--steps": {"type": count, "metavar": "N", "help": "training steps (run: 20, check: 2)"},
+    "--lr": {"type": float, "default": 1e-3, "help": "AdamW's rate (default %(default)s)"},
+    "--devices": {"type": count, "metavar": "N", "help": "how many ranks"},
+    "--json": {"action": "store_true", "help": "print JSON on stdout"},
+}
+DECISIONS = ("--seq", "--batch", "--cluster", "--global-batch", "--micro-batches", "--pin")

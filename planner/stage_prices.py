@@ -221,12 +221,14 @@ class StagePrices:
     def _tails(
         self, program: Spmd, moves: Sequence[Exchange], backward_s: Sequence[float]
     ) -> list[tuple[float, float]]:
-        """Exposed seconds once per step, of each rank: gradients exchanged, parameters updated.
+        """Exposed seconds once per step, of each rank: gradients exchanged and the loss announced,
+        parameters updated.
 
         Where exchanges overlap, a later rank starts its own while the last backward still runs on
         the earlier ones.
         """
         tails = []
+        announce_s = self.cost.announce_s(1 + len(self.work.graph.metrics))
         for rank in range(self.candidate.mesh.pipeline):
             state, lead_s = self._state_of_rank(program, rank), 0.0
             if self.cost.traits.overlap_gradients:
@@ -234,7 +236,7 @@ class StagePrices:
             moved_s = sum(moves[s].step_s for s in self.candidate.stages_of(rank))
             names = self._rank_state(program, rank)
             sync_s = state.sync_s + moved_s + tied_s(program, names, self.state, self.cost)
-            tails.append((max(0.0, sync_s - lead_s), state.update_s))
+            tails.append((max(0.0, sync_s - lead_s) + announce_s, state.update_s))
         return tails
 
     def pipeline(self, program: Spmd, ports: Mapping[tuple[int, int], Ports]) -> Pipeline:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.errors import UsageError
+from runtime.host_memory import keep_freed_memory
 from runtime.transport import Reduction
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -37,6 +38,8 @@ def connect_processes(device: str | None = None, *, timeout_s: float = 600.0) ->
     chosen = _choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    else:
+        keep_freed_memory()
     if not dist.is_initialized():
         backend = "nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))

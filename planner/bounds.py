@@ -71,13 +71,14 @@ class Bounds:
         calls = [len(kind.calls) for kind in self.work.kinds]
         pairs = list(zip(calls, block_s, strict=True))
         total_s = max(total_s, sum(n * seconds for n, seconds in pairs))
-        pace_s = max(total_s / ranks, *(ceil(n / ranks) * seconds for n, seconds in pairs))
         state = self.least.state(candidate)
         cost = cost_model(self.cluster, candidate.mesh)
         send_s = min((self.least.send_s(candidate, cost, s) for s in range(ranks - 1)), default=0.0)
         more_s = again_s + (candidate.stages - 1) * SENDS * send_s
         more_s += state.gather_s + state.scatter_s
-        step_s = self._step_s(candidate, pace_s + more_s / ranks, total_s + more_s)
+        uneven_s = max(ceil(n / ranks) * seconds for n, seconds in pairs)  # and fewer sends, maybe
+        pace_s = max((total_s + more_s) / ranks, uneven_s)
+        step_s = self._step_s(candidate, pace_s, total_s + more_s)
         if splits_backward(candidate.schedule):
             step_s += (candidate.stages - 1) * send_s / self._sharing(candidate)
         return step_s + (state.sync_s + state.update_s) / ranks

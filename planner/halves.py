@@ -68,8 +68,10 @@ def _halves(found: Pieces, number: int, always: frozenset[str], point: MenuPoint
         owner for owner in dict.fromkeys(storage.owner[name] for name in split.pending)
         if owner not in there
     )  # fmt: skip
+    fetched = Seconds(0.0, point.copy_s)
     return Halves(
-        times.total(split.input, {*handed, *split.pending}), times.total(split.weight, late),
+        times.total(split.input, {*handed, *split.pending}) + fetched,
+        times.total(split.weight, late),
         owners, storage.bytes_of(owners),
         _working_bytes(lowered, storage, split, point, always, handed),
     )  # fmt: skip
@@ -90,5 +92,6 @@ def _working_bytes(
     second = peak_bytes(
         split.weight, storage, present=split.pending, until_end=(), uncounted=uncounted
     )
-    held = storage.bytes_of(kept), storage.bytes_of(split.pending)
+    near = [name for name in kept if name not in point.hosted]
+    held = storage.bytes_of(near), storage.bytes_of(split.pending)
     return max(0, first - held[0], second - held[1])

@@ -1,8 +1,8 @@
 """What candidates share that their bounds are made of: the least that blocks and state take.
 
 Input: a workload, a cluster, the pieces of one device and the shardings by tensor degree and rows.
-Output: seconds and bytes that no plan beats. At all, no choice of kept values recomputes less than
-`planner.frontier` says, and what a device holds is cut evenly over the tensor axis.
+Output: seconds and bytes that no plan beats. At all, no choice of kept values recomputes and copies
+less than `planner.frontier` says, and what a device holds is cut evenly over the tensor axis.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from ir.cluster import Cluster, Mesh
 from ir.graph import Node
+from ir.offload import offloads_activations, offloads_optimizer, staying_inputs
 from ir.ops import op_def
 from ir.recompute import state_inputs
 from ir.schedules import Held
@@ -23,6 +24,7 @@ from ir.variants import Variant
 from planner.calibrated import cost_model
 from planner.cost import CostModel
 from planner.frontier import Frontier, frontier
+from planner.offload import Hosting
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import OPTIMIZER_TENSORS, NodeTimes, Seconds, StateCost
@@ -39,7 +41,7 @@ Kept: TypeAlias = "list[tuple[int, list[tuple[float, float]]]]"
 
 @dataclass
 class LeastCosts:
-    """Kept by tensor degree and rows, or by mesh and ZeRO stage.
+    """Kept by tensor degree and rows, or by mesh, ZeRO stage and offload.
 
     `pieces_of` gives the pieces of one device for so many rows, `shardings_of` the shardings of a
     candidate.
@@ -51,11 +53,11 @@ class LeastCosts:
     shardings_of: Callable[[Candidate], Shardings]
     known_blocks: dict[tuple[int, int, bool], tuple[BlockBound, ...]] = field(default_factory=dict)
     known_totals: dict[tuple[int, int], float] = field(default_factory=dict)
-    known_kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
-    known_frontiers: dict[int, tuple[Frontier, ...]] = field(default_factory=dict)
+    known_kept: dict[tuple[int, int, bool], Kept] = field(default_factory=dict)
+    known_frontiers: dict[tuple[int, bool], tuple[Frontier, ...]] = field(default_factory=dict)
     known_crossings: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
-    known_states: dict[tuple[Mesh, int], dict[str, StateCost]] = field(default_factory=dict)
-    known_state: dict[tuple[Mesh, int], StateCost] = field(default_factory=dict)
+    known_states: dict[tuple[Mesh, int, str], dict[str, StateCost]] = field(default_factory=dict)
+    known_state: dict[tuple[Mesh, int, str], StateCost] = field(default_factory=dict)
 
     def state_bytes(self, candidate: Candidate) -> float:
         """State of a device when it is divided evenly by stages and shards."""
@@ -88,22 +90,30 @@ class LeastCosts:
         """State and activations of a device, divided evenly, with everything recomputed."""
         mesh = candidate.mesh
         held = max(1, self.flights(candidate, 0))
-        least = self._least_kept_bytes(candidate.rows) / mesh.tensor
+        least = self._kept_bytes(candidate, -1) / mesh.tensor
         return self.state_bytes(candidate) + held * least / mesh.pipeline
 
-    def _least_kept_bytes(self, rows: int) -> float:
-        """Of all calls, on one device, with everything recomputed."""
-        curves = zip(self.work.kinds, self._frontiers(rows), strict=True)
-        return sum(len(kind.calls) * curve.corners[-1][1] for kind, curve in curves)
+    def most_bytes(self, candidate: Candidate) -> float:
+        """The same with everything kept that backward reads."""
+        held = max(1, self.flights(candidate, 0))
+        most = self._kept_bytes(candidate, 0) / candidate.mesh.tensor
+        return self.state_bytes(candidate) + held * most / candidate.mesh.pipeline
+
+    def _kept_bytes(self, candidate: Candidate, corner: int) -> float:
+        """Of all calls, on one device, at an end of the curves: 0, all kept, or -1, nothing."""
+        hosts = offloads_activations(candidate.offload)
+        curves = zip(self.work.kinds, self._frontiers(candidate.rows, hosts=hosts), strict=True)
+        return sum(len(kind.calls) * curve.corners[corner][1] for kind, curve in curves)
 
     def kept(self, candidate: Candidate) -> Kept:
         """Per variant its calls, and (seconds recomputed, bytes kept) on one device of the mesh."""
-        tensor = candidate.mesh.tensor
-        key = (tensor, candidate.rows)
+        tensor, hosts = candidate.mesh.tensor, offloads_activations(candidate.offload)
+        key = (tensor, candidate.rows, hosts)
         if key not in self.known_kept:
             rows: Kept = []
-            for number, curve in enumerate(self._frontiers(candidate.rows)):
-                again = self._evenness(candidate, number) / tensor
+            for number, curve in enumerate(self._frontiers(candidate.rows, hosts=hosts)):
+                evenness = self._evenness(candidate, number)
+                again = (min(1.0, evenness) if hosts else evenness) / tensor  # copies are even
                 corners = [(seconds * again, size / tensor) for seconds, size in curve.corners]
                 rows.append((len(self.work.kinds[number].calls), corners))
             self.known_kept[key] = rows
@@ -192,12 +202,15 @@ class LeastCosts:
         return found
 
     def held_part(self, candidate: Candidate) -> float:
-        """The least part of a block's held bytes that ZeRO and the optimizer leave: of gradients,
-        or of the `HELD_TENSORS` that the curve counts for a parameter and AdamW's state."""
+        """The least part of a block's held bytes that ZeRO, the optimizer and the host leave: of
+        gradients, or of the `HELD_TENSORS` that the curve counts for a parameter and AdamW's
+        state."""
         of_state, of_gradient, of_parameter = (
             candidate.mesh.data if candidate.zero >= stage else 1 for stage in (1, 2, 3)
         )
-        tensors = 1 / of_parameter + OPTIMIZER_TENSORS[self.work.optimizer] / of_state
+        tensors = 1 / of_parameter
+        if not offloads_optimizer(candidate.offload):
+            tensors += OPTIMIZER_TENSORS[self.work.optimizer] / of_state
         return min(tensors / HELD_TENSORS, 1 / of_gradient)
 
     def total_s(self, candidate: Candidate) -> float:
@@ -209,18 +222,20 @@ class LeastCosts:
 
     def states(self, candidate: Candidate) -> dict[str, StateCost]:
         """Of every state tensor."""
-        key = (candidate.mesh, candidate.zero)
+        key = (candidate.mesh, candidate.zero, candidate.offload)
         if key not in self.known_states:
             cost = cost_model(self.cluster, candidate.mesh)
             self.known_states[key] = {
-                item.name: least_held_cost(item, cost, self.work.optimizer, candidate.zero)
+                item.name: least_held_cost(
+                    item, cost, self.work.optimizer, candidate.zero, candidate.offload
+                )
                 for item in self.work.graph.state
             }
         return self.known_states[key]
 
     def state(self, candidate: Candidate) -> StateCost:
         """Of all state tensors together."""
-        key = (candidate.mesh, candidate.zero)
+        key = (candidate.mesh, candidate.zero, candidate.offload)
         if key not in self.known_state:
             self.known_state[key] = StateCost.total(list(self.states(candidate).values()))
         return self.known_state[key]
@@ -240,16 +255,17 @@ class LeastCosts:
             )
         return self.known_blocks[key]
 
-    def _frontiers(self, rows: int) -> tuple[Frontier, ...]:
-        """Of every variant, on one device."""
-        if rows not in self.known_frontiers:
+    def _frontiers(self, rows: int, *, hosts: bool) -> tuple[Frontier, ...]:
+        """Of every variant, on one device; `hosts`: where the host may hold what is kept."""
+        if (rows, hosts) not in self.known_frontiers:
             found = self.pieces_of(rows)
-            self.known_frontiers[rows] = tuple(
-                frontier(self._kept_program(found, n)) for n in range(len(self.work.kinds))
+            self.known_frontiers[rows, hosts] = tuple(
+                frontier(self._kept_program(found, n, hosts=hosts))
+                for n in range(len(self.work.kinds))
             )
-        return self.known_frontiers[rows]
+        return self.known_frontiers[rows, hosts]
 
-    def _kept_program(self, found: Pieces, number: int) -> KeptProgram:
+    def _kept_program(self, found: Pieces, number: int, *, hosts: bool) -> KeptProgram:
         """Inputs that several calls share are kept once, so they weigh nothing here."""
         graph, kind = self.work.graph, self.work.kinds[number]
         arguments = graph.calls[kind.calls[0]].arguments
@@ -258,7 +274,8 @@ class LeastCosts:
         values = dict(zip(kind.block.inputs, arguments, strict=True))
         shared = {name for name, value in values.items() if self.work.uses[value] > 1}
         times = self._least_times(found, number)
-        return KeptProgram(lowered, found.storages[number], times, always, shared)
+        hosting = Hosting(self.cluster, staying_inputs(graph, kind)) if hosts else None
+        return KeptProgram(lowered, found.storages[number], times, always, shared, hosting)
 
     def _evenness(self, candidate: Candidate, variant: int) -> float:
         """The least that a node of forward takes on T devices, over a T-th of one device's."""

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 from math import inf
 from typing import Any, TypeAlias
 
@@ -21,9 +21,10 @@ from ir.batch import flow, needs_whole_batch
 from ir.cluster import GIB, Cluster, Mesh
 from ir.collector import paused_collector
 from ir.errors import Refused, UsageError
-from ir.graph import BATCH, Graph
+from ir.graph import Graph
 from ir.layout import DATA
 from ir.lower import Degrees
+from ir.offload import OFFLOADS, offloads_activations
 from ir.plan import Plan, encode, signature
 from ir.schedules import SCHEDULES
 from ir.variants import variants
@@ -34,11 +35,14 @@ from planner.calibrated import cost_model
 from planner.candidate import Evaluated, Workload, evaluate
 from planner.describe import describe
 from planner.least_costs import LeastCosts
+from planner.offload import HostFull, check_offload, hosting_of
+from planner.offload_choice import OffloadChoice
 from planner.pieces import Pieces, best_menu, priced, whole, with_menus
 from planner.pins import (
     Candidate,
     Pins,
     candidates,
+    check_batch,
     check_pins,
     divisors,
     meshes,
@@ -72,8 +76,9 @@ def plan(
 
     `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("gpipe", "1f1b",
     "interleaved", "zero-bubble"), virtual_stages (of a rank, where interleaved), recompute
-    ("none", "selective", "full"), zero (0 to 3). Raises `UsageError` for a request that makes no
-    sense, `Refused` when no plan fits or the numbers would change.
+    ("none", "selective", "full"), zero (0 to 3), offload (what may lie on the host: `ir.offload`).
+    Raises `UsageError` for a request that makes no sense, `Refused` when no plan fits or the
+    numbers would change.
     """
     if optimizer not in OPTIMIZER_TENSORS:
         known = ", ".join(sorted(OPTIMIZER_TENSORS))
@@ -81,7 +86,8 @@ def plan(
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     pins = read_pins(pin)
     has_batch = any(item.batch_dim is not None for item in graph.inputs)
-    _check_batch(graph, global_batch)
+    check_batch(graph, global_batch)
+    check_offload(pins.offload, cluster, optimizer)
     check_pins(pins, cluster.n_devices, global_batch, has_batch=has_batch)
     batch_flow = flow(graph)
     work = Workload(graph, batch_flow, variants(graph, batch_flow), global_batch, optimizer)
@@ -89,29 +95,18 @@ def plan(
     best = search.run()
     notes = (*search.notes, *approximations(work, best, cluster))
     blocks = tuple(
-        encode(kind, sharding, keeps)
-        for kind, sharding, keeps in zip(
-            work.kinds, best.pieces.shardings, best.program.keeps, strict=True
+        encode(*parts)
+        for parts in zip(
+            work.kinds, best.pieces.shardings, best.program.keeps, best.program.hosts, strict=True
         )
     )
     made = Plan(
         name or graph.model, signature(graph), cluster, best.candidate.mesh,
         best.candidate.schedule, best.candidate.micro_batches, global_batch, optimizer, blocks,
         best.stages, best.prediction, notes, zero=best.candidate.zero,
+        offload=best.program.offload,
     )  # fmt: skip
     return replace(made, text=describe(made, best))
-
-
-def _check_batch(graph: Graph, global_batch: int) -> None:
-    """The capture must be valid for this batch."""
-    if type(global_batch) is not int or global_batch < 1:
-        raise UsageError(f"global batch {global_batch!r}: it must be a whole number of at least 1.")
-    for guard in graph.guards:
-        if not bool(guard.subs(BATCH, global_batch)):
-            raise Refused(
-                f"{graph.model} was captured for batches with {guard}, and the global batch is "
-                f"{global_batch}. Use a batch that meets it, or trace with this batch size."
-            )
 
 
 @dataclass
@@ -143,6 +138,7 @@ def _simplicity(candidate: Candidate) -> tuple[int, ...]:
     return (
         mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.virtual_stages,
         SCHEDULES.index(candidate.schedule), candidate.zero,
+        OFFLOADS.index(candidate.offload),
     )  # fmt: skip
 
 
@@ -161,6 +157,7 @@ class _Search:
         self.pieces: dict[tuple[Any, ...], Pieces] = {}
         self.alone: dict[int, Pieces] = {}
         self.bounds = Bounds(LeastCosts(work, cluster, self._alone, self._shardings))
+        self.offload = OffloadChoice(pins.offload, self.bounds.least)
         self.evaluations = 0
         self.too_large: list[Candidate] = []
 
@@ -181,6 +178,9 @@ class _Search:
                 continue
             if self._is_too_large(candidate):
                 continue
+            if self.offload.is_enough(candidate, has_plan=best.found is not None):
+                closed_s = min(closed_s, bound_s)
+                continue
             if self.evaluations < MOST_EVALUATIONS or best.found is None:
                 fits = self._try(candidate, best)
                 closed_s = min(closed_s, bound_s) if fits else closed_s
@@ -197,11 +197,13 @@ class _Search:
         fit on a mesh, more rows do not either."""
 
         def alike(c: Candidate) -> tuple[Any, ...]:
-            return (astuple(c.mesh), c.virtual_stages, c.schedule, c.zero)
+            return (astuple(c.mesh), c.virtual_stages, c.schedule, c.zero, c.offload)
 
         ordered = sorted(options, key=lambda c: (alike(c), c.rows))
         for _, group in groupby(ordered, key=alike):
             for candidate in group:
+                if self.offload.is_idle(candidate):
+                    continue
                 bound_s = self.bounds.quick_s(candidate)
                 if bound_s == inf:
                     break
@@ -223,9 +225,16 @@ class _Search:
         least = min(options, key=lambda c: (need(c), c.mesh.pipeline, c.zero))
         cost = cost_model(self.cluster, least.mesh)
         price_s = whole_price_s(self._pieces(least, 0.0)) * STEEPER**MOST_PRICES
+        alone = Candidate(Mesh(), 1, "1f1b", 1, offload=self.offload.words[-1])
+        try:
+            evaluate(self.work, least, self._pieces(least, price_s), cost)
+        except HostFull as error:
+            return error
+        except Refused:
+            pass
         return does_not_fit(
             self.work, least, self._pieces(least, price_s), cost,
-            state_bytes=self.bounds.least.state_bytes(Candidate(Mesh(), 1, "1f1b", 1)),
+            state_bytes=self.bounds.least.state_bytes(alone),
             devices=self.cluster.n_devices,
         )  # fmt: skip
 
@@ -256,8 +265,9 @@ class _Search:
             for candidate in candidates(
                 self.pins, mesh, self.work.global_batch, calls, whole_batch=whole_batch
             ):  # fmt: skip
-                for zero in zero_stages(self.pins, candidate):
-                    yield replace(candidate, zero=zero)
+                stages = zero_stages(self.pins, candidate)
+                for zero, offload in product(stages, self.offload.words):
+                    yield replace(candidate, zero=zero, offload=offload)
 
     def _nothing_to_do(self) -> Refused:
         devices, calls = self.cluster.n_devices, len(self.work.graph.calls)
@@ -278,18 +288,21 @@ class _Search:
         )
 
     def _is_too_large(self, candidate: Candidate) -> bool:
-        """Whether the same with fewer rows, or more divided, did not fit."""
+        """Whether the same with fewer rows, or more divided or offloaded, did not fit."""
         return any(
             (other.mesh, other.schedule, other.virtual_stages)
             == (candidate.mesh, candidate.schedule, candidate.virtual_stages)
             and candidate.rows >= other.rows and candidate.zero <= other.zero
+            and (candidate.offload == "none" or other.offload in (candidate.offload, "all"))
             for other in self.too_large
         )  # fmt: skip
 
     def _try(self, candidate: Candidate, best: _Best) -> bool:
         """Evaluates a candidate, under a price of memory that rises while nothing fits, and then is
         what the last plan says a byte is worth; whether it may fit."""
-        self.evaluations += 1
+        is_extra = self.offload.is_extra(candidate)
+        self.evaluations += not is_extra
+        self.offload.with_state += is_extra
         price_s, tried, fits = 0.0, list[Pieces](), False
         for _ in range(MOST_PRICES if candidate.mesh.tensor > 1 else 1):
             pieces = self._pieces(candidate, price_s)
@@ -304,6 +317,7 @@ class _Search:
             fits = True
             best.offer(found)
             if recomputed_share(found) < SLACK:
+                self.offload.roomy.add(candidate)
                 break
             price_s = marginal_price_s(found)
         if not fits:
@@ -326,13 +340,14 @@ class _Search:
         key: tuple[Any, ...] = (
             mesh.tensor, candidate.rows, mesh.data > 1, candidate.micro_batches > 1,
             tuple(sharding.key for sharding in result.shardings),
+            offloads_activations(candidate.offload),
             (mesh, candidate.micro_batches) if self.reason or self._has_prologue else None,
         )  # fmt: skip
         if key not in self.pieces:
-            found = self._priced(candidate, result)
-            self.pieces[key] = with_menus(
-                found, self.work.graph, self.work.kinds, best_menu(self.pins.recompute)
-            )
+            found, graph = self._priced(candidate, result), self.work.graph
+            hosting = hosting_of(graph, self.cluster, candidate.offload)
+            menu_of = best_menu(self.pins.recompute, hosting)
+            self.pieces[key] = with_menus(found, graph, self.work.kinds, menu_of)
         return self.pieces[key]
 
     def _priced(self, candidate: Candidate, result: ShardingResult) -> Pieces:

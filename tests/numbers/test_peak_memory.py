@@ -1,7 +1,7 @@
 """The planned peak of every rank is the peak of the emitted program, and its numbers are right.
 
-Random plans over all schedules, ZeRO stages, splits and kept values. A plan speaks of pipeline
-ranks: each is compared with the fullest of its devices.
+Random plans over all schedules, ZeRO stages, splits, kept values and what lies on the host. A plan
+speaks of pipeline ranks: each is compared with the fullest of its devices.
 """
 
 from dataclasses import dataclass, replace
@@ -20,6 +20,7 @@ from codegen.load import load
 from ir.cluster import Cluster
 from ir.graph import Graph
 from ir.lower import Degrees
+from ir.offload import OFFLOADS
 from ir.plan import Plan, spmd
 from ir.promote import promote
 from ir.trace import trace
@@ -115,7 +116,7 @@ def drawn(number: int) -> tuple[str, Plan]:
     degrees = Degrees(ROWS, data, tensor, micro)
     return name, random_plan(
         subject(name).graph, ROWS, random, mesh=(pipeline, degrees), zero=zero,
-        order=(schedule, virtual),
+        order=(schedule, virtual), offload=OFFLOADS[number // len(DRAWS)],
     )  # fmt: skip
 
 
@@ -136,7 +137,7 @@ def measured_bytes(who: Subject, chosen: Plan) -> list[int]:
     return [max(peaks[rank * devices : (rank + 1) * devices]) for rank in range(mesh.pipeline)]
 
 
-@pytest.mark.parametrize("number", range(30))
+@pytest.mark.parametrize("number", range(len(OFFLOADS) * len(DRAWS)))
 def test_random_plans_need_what_is_planned(number: int) -> None:
     name, chosen = drawn(number)
     who = subject(name)

@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from itertools import groupby, product
+from itertools import groupby
 from math import inf
 from typing import Any, TypeAlias
 
@@ -35,6 +35,7 @@ from planner.calibrated import cost_model
 from planner.candidate import Evaluated, Workload, evaluate
 from planner.describe import describe
 from planner.least_costs import LeastCosts
+from planner.no_sizes import no_sizes
 from planner.offload import HostFull, check_offload, hosting_of
 from planner.offload_choice import OffloadChoice
 from planner.pieces import Pieces, best_menu, priced, whole, with_menus
@@ -44,7 +45,6 @@ from planner.pins import (
     candidates,
     check_batch,
     check_pins,
-    divisors,
     meshes,
     read_pins,
     zero_stages,
@@ -162,11 +162,26 @@ class _Search:
         self.too_large: list[Candidate] = []
 
     def run(self) -> Evaluated:
+        """Of all candidates; then, if those lack memory, of some with offload. The bound is of the
+        first ones, if any of them fits."""
+        everything, best = list(self._candidates()), _Best()
+        bound_s = self._improve(best, everything)
+        more = self.offload.more(everything, best.found)
+        offloaded_s = self._improve(best, more)
+        bound_s = offloaded_s if bound_s == inf else bound_s
+        if best.found is None:
+            if not everything:
+                rows = self.work.global_batch if self.has_batch else 1
+                raise no_sizes(self.work.graph, self.pins, self.cluster.n_devices, rows)
+            raise self._nothing_fits(everything + more)
+        return self._bounded(best.found, bound_s)
+
+    def _improve(self, best: _Best, options: list[Candidate]) -> float:
         """Best first: of all candidates the one of the least bound is bounded more closely, and
-        then planned, until no bound is below the best plan by more than the gap."""
-        everything = list(self._candidates())
-        best, closed_s = _Best(), inf
-        open_ = [self._open(c, s, 1) for c, s in self._quick(everything)]
+        then planned, until no bound is below the best plan by more than the gap; the least bound
+        that is left."""
+        closed_s = inf
+        open_ = [self._open(c, s, 1) for c, s in self._quick(options)]
         heapq.heapify(open_)
         while open_ and open_[0][0] < (1 - GAP) * best.step_s:
             bound_s, _, level, candidate = heapq.heappop(open_)
@@ -181,16 +196,15 @@ class _Search:
             if self.offload.is_enough(candidate, has_plan=best.found is not None):
                 closed_s = min(closed_s, bound_s)
                 continue
-            if self.evaluations < MOST_EVALUATIONS or best.found is None:
+            is_extra = self.offload.is_extra(candidate)
+            if is_extra or self.evaluations < MOST_EVALUATIONS or best.found is None:
                 fits = self._try(candidate, best)
                 closed_s = min(closed_s, bound_s) if fits else closed_s
             else:
                 closed_s = min(closed_s, bound_s)
                 if open_ and closed_s <= open_[0][0]:
                     break
-        if best.found is None:
-            raise self._nothing_fits(everything) if everything else self._nothing_to_do()
-        return self._bounded(best.found, min([closed_s, *(item[0] for item in open_[:1])]))
+        return min([closed_s, *(item[0] for item in open_[:1])])
 
     def _quick(self, options: list[Candidate]) -> Iterator[tuple[Candidate, float]]:
         """Candidates with their first bounds, without those that can't fit: where rows do not
@@ -265,27 +279,8 @@ class _Search:
             for candidate in candidates(
                 self.pins, mesh, self.work.global_batch, calls, whole_batch=whole_batch
             ):  # fmt: skip
-                stages = zero_stages(self.pins, candidate)
-                for zero, offload in product(stages, self.offload.words):
-                    yield replace(candidate, zero=zero, offload=offload)
-
-    def _nothing_to_do(self) -> Refused:
-        devices, calls = self.cluster.n_devices, len(self.work.graph.calls)
-        if self.pins.schedule == "interleaved" or (self.pins.virtual_stages or 1) > 1:
-            virtual = self.pins.virtual_stages or 2
-            return Refused(
-                f"the interleaved schedule with virtual_stages={virtual} finds no sizes: it needs "
-                f"at least 2 pipeline ranks, pipeline x {virtual} of the model's {calls} blocks, "
-                "and at least as many micro-batches as ranks, in equal rounds. Try schedule=1f1b, "
-                "a larger global batch, or fewer virtual stages."
-            )
-        rows = self.work.global_batch if self.has_batch else 1
-        fitting = [d for d in divisors(rows) if d <= devices]
-        return Refused(
-            f"more devices than work: {devices} devices can't share {rows} rows of the batch, "
-            f"{calls} blocks for pipeline stages and the factors of the model's tensors. Try "
-            f"{fitting[-1]} devices, or another global batch."
-        )
+                for zero in zero_stages(self.pins, candidate):
+                    yield replace(candidate, zero=zero, offload=self.offload.words[0])
 
     def _is_too_large(self, candidate: Candidate) -> bool:
         """Whether the same with fewer rows, or more divided or offloaded, did not fit."""
@@ -302,7 +297,7 @@ class _Search:
         what the last plan says a byte is worth; whether it may fit."""
         is_extra = self.offload.is_extra(candidate)
         self.evaluations += not is_extra
-        self.offload.with_state += is_extra
+        self.offload.tried.append(candidate)
         price_s, tried, fits = 0.0, list[Pieces](), False
         for _ in range(MOST_PRICES if candidate.mesh.tensor > 1 else 1):
             pieces = self._pieces(candidate, price_s)

@@ -1,7 +1,7 @@
 """Two models without a repeated layer as long as a transformer's: ResNet-152 and a U-Net.
 
-`build` functions as `shardwright plan benchmarks/vision.py:resnet152` takes them; weights and images
-are on the meta device. Sources: He et al., CVPR 2016, table 1 (with the stride in the 3x3
+Functions as `shardwright plan benchmarks/vision.py:resnet152` takes them; weights and images are on
+the meta device. Sources: He et al., CVPR 2016, table 1 (with the stride in the 3x3
 convolution, as torchvision has it); Ronneberger et al., MICCAI 2015, figure 1 (padded, with
 normalization), at 512 x 512.
 """
@@ -79,7 +79,9 @@ class Convolutions(nn.Sequential):
 class UNet(nn.Module):
     """Images [rows, 3, h, w] and labels [rows, h, w] to the mean loss; skips at every level."""
 
-    def __init__(self, widths: Sequence[int] = (64, 128, 256, 512, 1024), classes: int = 21) -> None:
+    def __init__(
+        self, widths: Sequence[int] = (64, 128, 256, 512, 1024), classes: int = 21
+    ) -> None:
         super().__init__()
         sizes = [3, *widths]
         self.down = nn.ModuleList(

@@ -34,7 +34,7 @@ class OffloadChoice:
     def __init__(self, pinned: str | None, least: LeastCosts) -> None:
         self.pinned, self.least = pinned, least
         self.most = MOST_INSTEAD
-        self.tried: list[Candidate] = []
+        self.tried: dict[Candidate, bool] = {}
         self.roomy: set[Candidate] = set()
 
     @property
@@ -50,13 +50,13 @@ class OffloadChoice:
 
     def more(self, candidates: Sequence[Candidate], found: Evaluated | None) -> list[Candidate]:
         """These candidates with offload, after a search without; beside a plan those that are like
-        planned ones, and none if that plan has room."""
+        what fits, and none if that plan has room."""
         if found is not None:
             if found.candidate in self.roomy:
                 return []
             self.most = MOST_BESIDE
-            planned = {_order(tried) for tried in self.tried}
-            candidates = [c for c in candidates if _order(c) in planned]
+            fitting = {_order(tried) for tried, fits in self.tried.items() if fits}
+            candidates = [c for c in candidates if _order(c) in fitting]
         return [replace(c, offload=word) for c in candidates for word in self.words[1:]]
 
     def is_extra(self, candidate: Candidate) -> bool:

@@ -72,11 +72,7 @@ def node_seconds(
     """
     types = lowered.types if types is None else types
     if node.op in COLLECTIVES:
-        names = node.inputs
-        results = [name for name in node.outputs if name in types]
-        pair = (types[names[0]].bytes(1), types[results[0]].bytes(1))
-        size_bytes = pair[0] if node.op == "all_to_all" else max(pair)
-        seconds = cost.collective_s(node.op, size_bytes, node.args[1])
+        seconds = cost.collective_s(node.op, moved_bytes(node, types), node.args[1])
         return Seconds(0.0, seconds, float(seconds > 0))
     work = node_work(node, types, storage)
     if node.outputs[0] in of_logits:
@@ -84,6 +80,13 @@ def node_seconds(
     launches = 0.0 if work.kind == "view" else float(work.kernels)
     communication_s = _inner_communication_s(lowered, node, types, cost)
     return Seconds(cost.compute_s(work), communication_s, launches)
+
+
+def moved_bytes(node: Node, types: Mapping[str, TensorType]) -> int:
+    """The size by which a collective is priced: of the larger side, but of all-to-all's operand."""
+    results = [name for name in node.outputs if name in types]
+    pair = (types[node.inputs[0]].bytes(1), types[results[0]].bytes(1))
+    return pair[0] if node.op == "all_to_all" else max(pair)
 
 
 def node_work(node: Node, types: Mapping[str, TensorType], storage: Storage | None) -> Work:

@@ -18,12 +18,11 @@ from math import inf
 from typing import Any, TypeAlias
 
 from ir.batch import flow, needs_whole_batch
-from ir.cluster import GIB, Cluster, Mesh
+from ir.cluster import Cluster, Mesh
 from ir.collector import paused_collector
 from ir.errors import Refused, UsageError
 from ir.graph import Graph
-from ir.layout import DATA
-from ir.lower import Degrees
+from ir.lower import Degrees, Lowered
 from ir.offload import OFFLOADS, offloads_activations
 from ir.plan import Plan, encode, signature
 from ir.schedules import SCHEDULES
@@ -61,10 +60,12 @@ GAP = 0.005
 """Relative; the search ends when no plan can be better than the best by more."""
 SLACK = 0.003
 """Less recomputation than this part of a step is not worth a sharding that holds less."""
+MOST_REFUSALS = 40
+"""Candidates that turn out not to fit before the same."""
 MOST_PRICES = 4
 """Prices of memory under which the blocks of a candidate are sharded."""
-STEEPER = 10.0
-"""From one price to the next while nothing fits."""
+STEEP = 1e4
+"""Over what a byte is worth between keeping everything and nothing: only bytes count."""
 
 
 @paused_collector()
@@ -156,9 +157,12 @@ class _Search:
         self.sharded: dict[tuple[int, int, int, float, float], ShardingResult] = {}
         self.pieces: dict[tuple[Any, ...], Pieces] = {}
         self.alone: dict[int, Pieces] = {}
-        self.bounds = Bounds(LeastCosts(work, cluster, self._alone, self._shardings))
+        self.bounds = Bounds(LeastCosts(
+            work, cluster, self._alone, self._shardings, self._lowered,
+            lambda candidate: self._pieces(candidate, 0.0),
+        ))
         self.offload = OffloadChoice(pins.offload, self.bounds.least)
-        self.evaluations = 0
+        self.evaluations = self.refusals = 0
         self.too_large: list[Candidate] = []
 
     def run(self) -> Evaluated:
@@ -196,8 +200,8 @@ class _Search:
             if self.offload.is_enough(candidate, has_plan=best.found is not None):
                 closed_s = min(closed_s, bound_s)
                 continue
-            is_extra = self.offload.is_extra(candidate)
-            if is_extra or self.evaluations < MOST_EVALUATIONS or best.found is None:
+            is_open = self.evaluations < MOST_EVALUATIONS and self.refusals < MOST_REFUSALS
+            if is_open or self.offload.is_extra(candidate) or best.found is None:
                 fits = self._try(candidate, best)
                 closed_s = min(closed_s, bound_s) if fits else closed_s
             else:
@@ -233,12 +237,17 @@ class _Search:
             self.alone[rows] = self._priced(Candidate(Mesh(), 1, "1f1b", rows), self.whole)
         return self.alone[rows]
 
+    def _lowered(self, rows: int, data: int, micro_batches: int) -> tuple[Lowered, ...]:
+        """The blocks of one of so many data ranks."""
+        candidate = Candidate(Mesh(data=data), micro_batches, "1f1b", rows)
+        return self._priced(candidate, self.whole).lowered
+
     def _nothing_fits(self, options: list[Candidate]) -> Refused:
         """What the candidate of least memory lacks, and how many devices its state asks for."""
         need = self.bounds.least.need_bytes
         least = min(options, key=lambda c: (need(c), c.mesh.pipeline, c.zero))
         cost = cost_model(self.cluster, least.mesh)
-        price_s = whole_price_s(self._pieces(least, 0.0)) * STEEPER**MOST_PRICES
+        price_s = STEEP * whole_price_s(self._pieces(least, 0.0))
         alone = Candidate(Mesh(), 1, "1f1b", 1, offload=self.offload.words[-1])
         try:
             evaluate(self.work, least, self._pieces(least, price_s), cost)
@@ -293,21 +302,19 @@ class _Search:
         )  # fmt: skip
 
     def _try(self, candidate: Candidate, best: _Best) -> bool:
-        """Evaluates a candidate, under a price of memory that rises while nothing fits, and then is
-        what the last plan says a byte is worth; whether it may fit."""
-        is_extra = self.offload.is_extra(candidate)
-        self.evaluations += not is_extra
-        self.offload.tried.append(candidate)
+        """Evaluates a candidate, first as if a byte cost nothing; if it does not fit so, with as
+        few as it can; then at what the last plan says a byte is worth. Whether it may fit."""
         price_s, tried, fits = 0.0, list[Pieces](), False
         for _ in range(MOST_PRICES if candidate.mesh.tensor > 1 else 1):
             pieces = self._pieces(candidate, price_s)
-            is_new = not any(pieces is other for other in tried)
-            if fits and not is_new:
+            if any(pieces is other for other in tried):
                 break
             tried.append(pieces)
-            found = self._evaluated(candidate, pieces) if is_new else None
+            found = self._evaluated(candidate, pieces)
+            if found is None and len(tried) > 1:
+                break
             if found is None:
-                price_s = max(STEEPER * price_s, whole_price_s(pieces))
+                price_s = STEEP * whole_price_s(pieces)
                 continue
             fits = True
             best.offer(found)
@@ -317,6 +324,9 @@ class _Search:
             price_s = marginal_price_s(found)
         if not fits:
             self.too_large.append(candidate)
+        self.offload.tried[candidate] = fits
+        self.evaluations += fits
+        self.refusals += not fits
         return fits
 
     def _evaluated(self, candidate: Candidate, pieces: Pieces) -> Evaluated | None:
@@ -366,23 +376,12 @@ class _Search:
     def _sharding(self, candidate: Candidate, price_s: float) -> ShardingResult:
         if candidate.mesh.tensor == 1:
             return self.whole
-        count, exchange_s = candidate.micro_batches, self._exchange_s(candidate)
+        count, exchange_s = candidate.micro_batches, self.bounds.least.exchange_s(candidate)
         key = (candidate.mesh.tensor, candidate.rows, count, price_s, exchange_s)
         if key not in self.sharded:
             found = self._shardings(candidate)
             self.sharded[key] = found.cheapest(count, price_s, exchange_s=exchange_s)
         return self.sharded[key]
-
-    def _exchange_s(self, candidate: Candidate) -> float:
-        """Of a byte of gradient and parameter over the data axis, per step."""
-        cost, times = cost_model(self.cluster, candidate.mesh), candidate.micro_batches
-        if candidate.mesh.data == 1:
-            return 0.0
-        scatter_s, gather_s = (
-            cost.collective_s(kind, GIB, DATA) / GIB for kind in ("reduce_scatter", "all_gather")
-        )
-        scatters = times if candidate.zero >= 2 else 1
-        return scatters * scatter_s + (2 * times if candidate.zero == 3 else 1) * gather_s
 
     @cached_property
     def whole(self) -> ShardingResult:

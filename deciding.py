@@ -179,7 +179,7 @@ CLUSTER = "the hardware: 4x8xH100-SXM (nodes x devices x kind), local:4, FILE.ya
 PIN = (
     "fix decisions, comma-separated: pipeline=2, data=2, tensor=2, micro_batches=4, schedule=1f1b, "
     "gpipe, zero-bubble or interleaved (then also virtual_stages=2), recompute=none, selective or "
-    "full, zero=0 to 3 (divided over data: state, gradients, parameters); the rest is chosen"
+    "full, zero=0 to 3, offload=none, optimizer, activations or all; the rest is chosen"
 )
 TRACE = "write the simulated timeline of a step as JSON that ui.perfetto.dev opens"
 FLAGS: dict[str, dict[str, Any]] = {

@@ -20,6 +20,7 @@ import jinja2
 
 from codegen.block_text import BlockText
 from codegen.groups import Group, stage_groups
+from codegen.host_text import FUNCTIONS as HOST_FUNCTIONS
 from codegen.stage_text import StageText
 from codegen.tables import layout_tables
 from codegen.zero_text import FUNCTIONS as ZERO_FUNCTIONS
@@ -192,6 +193,9 @@ def _head(plan: Plan, body: str) -> list[str]:
         lines.append("from runtime import ops")
     if imports:
         lines.append(f"from runtime.collectives import {', '.join(imports)}")
+    hosting = [name for name in HOST_FUNCTIONS if f" {name}(" in body or f"({name}(" in body]
+    if hosting:
+        lines.append(f"from runtime.host import {', '.join(hosting)}")
     lines.append("from runtime.program import Stage")
     if " dropout(" in body:
         lines.append("from runtime.random import dropout")

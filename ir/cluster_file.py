@@ -217,7 +217,8 @@ def _machine(values: Values, where: str) -> Machine | None:
 
 
 def _own_host(values: Values, device: Device, where: str) -> Host | None:
-    """The usual host with what the file says of it; None if it says nothing."""
+    """The usual host with what the file says of it; None if it says nothing. A rate that is given
+    is sustained."""
     if not _HOST_KEYS & set(values):
         return None
     usual = usual_host(device) if device.sm_count else Host(0.0, 0)
@@ -228,10 +229,12 @@ def _own_host(values: Values, device: Device, where: str) -> Host | None:
         ("nvme_GB", "nvme_bytes", GB),
         ("nvme_GBps", "nvme_bytes_per_s", GB),
     )
-    given = {
+    given: dict[str, Any] = {
         field: type(getattr(usual, field))(positive(values, key, where) * scale)
         for key, field, scale in scales if key in values
     }  # fmt: skip
+    if "link_bytes_per_s" in given:
+        given["link_part"] = 1.0
     return replace(usual, **given)
 
 

@@ -73,7 +73,7 @@ class Bounds:
         calls = [len(kind.calls) for kind in self.work.kinds]
         pairs = list(zip(calls, block_s, strict=True))
         total_s = max(total_s, sum(n * seconds for n, seconds in pairs))
-        fewest_s = max(ceil(n / ranks) * seconds for n, seconds in pairs)
+        fewest_s = max(ceil(n / ranks) * seconds for n, seconds in pairs)  # and fewer sends, maybe
         state = self.least.state(candidate)
         cost = cost_model(self.cluster, candidate.mesh)
         send_s = min((self.least.send_s(candidate, cost, s) for s in range(ranks - 1)), default=0.0)

@@ -12,11 +12,13 @@ from math import inf
 from typing import overload
 
 from ir.errors import Refused
+from ir.offload import offload_of, offloads_optimizer
 from ir.plan import Placed, Prediction
 from ir.schedules import Held
 from ir.spmd import Spmd, StageCall
 from planner.cost import CostModel
 from planner.interleave import plan_interleaved
+from planner.offload import HostFull, check_host
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import StateCost
@@ -69,9 +71,16 @@ def evaluate(
 def evaluate(
     work: Workload, candidate: Candidate, found: Pieces, cost: CostModel, limit_s: float = inf
 ) -> Evaluated | TooSlow:
-    """The best stages of a candidate; `Refused` if it does not fit. Beyond `limit_s` seconds the
-    exact memory is not looked at."""
-    return _Evaluation(work, candidate, found, cost).run(limit_s)
+    """The best stages of a candidate; `Refused` if it does not fit. Where the host has no room for
+    what they would offload, the best stages that offload no activations. Beyond `limit_s` seconds
+    the exact memory is not looked at."""
+    try:
+        return _Evaluation(work, candidate, found, cost).run(limit_s)
+    except HostFull:
+        near = tuple(tuple(p for p in menu if not p.hosted) for menu in found.menus)
+        if near == found.menus or not all(near):
+            raise
+        return _Evaluation(work, candidate, replace(found, menus=near), cost).run(limit_s)
 
 
 def evaluate_stages(
@@ -105,9 +114,9 @@ class _Evaluation(StagePrices):
             prediction = self.prediction(program, plan.bound_s)
             excess = prediction.peak_bytes - self.cost.capacity_bytes
             if excess <= 0:
-                used = _used_keeps(program)
+                self._check_host(prediction)
                 return Evaluated(
-                    self.candidate, self.found, replace(program, keeps=used), stages, prediction
+                    self.candidate, self.found, _with_used_points(program), stages, prediction
                 )
             room -= excess
             if room <= 0 or attempt == ATTEMPTS - 1:
@@ -119,8 +128,13 @@ class _Evaluation(StagePrices):
         plan = price(self._problem(self.cost.capacity_bytes), assignment)
         program, stages = self._placed(plan)
         prediction = self.prediction(program, plan.bound_s)
-        used = replace(program, keeps=_used_keeps(program))
+        used = _with_used_points(program)
         return Evaluated(self.candidate, self.found, used, stages, prediction)
+
+    def _check_host(self, prediction: Prediction) -> None:
+        host_bytes = [stage.host_bytes for stage in prediction.stages]
+        if any(host_bytes):
+            check_host(self.cost.cluster, self.candidate.mesh, host_bytes)
 
     def least(self) -> Evaluated:
         """The stages of least memory."""
@@ -232,10 +246,18 @@ def _ordered(choices: Sequence[Choice]) -> list[Choice]:
     return sorted((c for c in choices if c.count), key=lambda c: (c.run, c.point))
 
 
-def _used_keeps(program: Spmd) -> tuple[dict[str, frozenset[str]], ...]:
-    """Only the menu points that some call uses."""
+def _with_used_points(program: Spmd) -> Spmd:
+    """With only the menu points that some call uses, and the word for what is offloaded."""
     used = {(p.variant, p.keep) for calls in program.stages for p in calls}
-    return tuple(
-        {label: kept for label, kept in keeps.items() if (variant, label) in used}
-        for variant, keeps in enumerate(program.keeps)
+    keeps, hosts = (
+        tuple(
+            {label: names for label, names in points.items() if (variant, label) in used}
+            for variant, points in enumerate(table)
+        )
+        for table in (program.keeps, program.hosts)
     )
+    offload = offload_of(
+        optimizer=offloads_optimizer(program.offload),
+        activations=any(names for points in hosts for names in points.values()),
+    )
+    return replace(program, keeps=keeps, hosts=hosts, offload=offload)

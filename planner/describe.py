@@ -27,6 +27,10 @@ SHORT = {
 MAIN = frozenset(
     "attention normalize embedding.default cross_entropy convolution.default".split()
 )
+_OFFLOADED = {
+    "optimizer": "optimizer state", "activations": "saved values",
+    "all": "optimizer state and saved values",
+}  # fmt: skip
 MOST_NOTES = 8
 
 
@@ -66,6 +70,12 @@ def _head(plan: Plan) -> Iterator[str]:
         parts = ("optimizer state", "gradients", "parameters")[: plan.zero]
         words = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
         yield f"ZeRO {plan.zero} over data={plan.mesh.data}: {words} divided"
+    if plan.offload != "none":
+        host_bytes, rate = max(s.host_bytes for s in p.stages), plan.cluster.host.copy_bytes_per_s
+        yield (
+            f"offload {plan.offload}: {_OFFLOADED[plan.offload]} in host memory, "
+            f"{size(host_bytes)} per device, over {rate / 1e9:.3g} GB/s each way"
+        )
     yield (
         f"time  compute {duration(p.compute_s)}   exposed communication "
         f"{duration(p.exposed_comm_s)}   bubble {duration(p.bubble_s)}   "
@@ -148,9 +158,13 @@ def _table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
 
 
 def _keeping(point: MenuPoint, lowered: Lowered, times: NodeTimes) -> str:
-    again = point.backward.total_s - times.total(lowered.backward).total_s
+    again = point.backward.total_s - point.copy_s - times.total(lowered.backward).total_s
     redone = f", of it {duration(again)} again" if again > 0 else ""
-    return f"bwd {duration(point.backward.total_s)}{redone}  saved {size(point.held_bytes)}"
+    text = f"bwd {duration(point.backward.total_s)}{redone}  saved {size(point.held_bytes)}"
+    if not point.hosted:
+        return text
+    there = f"{size(point.host_bytes)} on the host, {duration(point.copy_s)} each way"
+    return f"{text}  and {there}"
 
 
 def _moves(node: Node) -> bool:

@@ -14,13 +14,19 @@ from typing import Any
 
 from ir.cluster import AXES, Mesh
 from ir.errors import Refused, UsageError
+from ir.graph import BATCH, Graph
 from ir.lower import Degrees
+from ir.offload import OFFLOADS
 from ir.schedules import SCHEDULES, check_schedule, fits_rounds, splits_backward
 
 RECOMPUTE = ("none", "selective", "full")
 COUNTS = (*AXES, "micro_batches", "virtual_stages")
-KEYS = (*COUNTS, "schedule", "recompute", "zero")
+KEYS = (*COUNTS, "schedule", "recompute", "zero", "offload")
 ZERO_STAGES = (0, 1, 2, 3)
+WORDS: Mapping[str, tuple[object, ...]] = {
+    "schedule": SCHEDULES, "recompute": RECOMPUTE, "zero": ZERO_STAGES, "offload": OFFLOADS,
+}  # fmt: skip
+"""What those pins may be that are no counts."""
 VIRTUAL_STAGES = (2, 4, 8)
 """Stages per rank that the interleaved schedule is tried with: each halves the fill once more, and
 doubles what is sent."""
@@ -38,12 +44,14 @@ class Pins:
     recompute: str | None = None
     virtual_stages: int | None = None
     zero: int | None = None
+    offload: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A mesh with a micro-batch count, a schedule and stages per rank; `rows` of the batch per
-    micro-batch. `zero`: what is divided over the data axis, 0 (nothing) to 3 (`ir.spmd.Spmd`)."""
+    micro-batch. `zero`: what is divided over the data axis, 0 (nothing) to 3 (`ir.spmd.Spmd`).
+    `offload`: what lies in host memory (`ir.offload`)."""
 
     mesh: Mesh
     micro_batches: int
@@ -51,6 +59,7 @@ class Candidate:
     rows: int
     virtual_stages: int = 1
     zero: int = 0
+    offload: str = "none"
 
     @property
     def stages(self) -> int:
@@ -69,6 +78,7 @@ class Candidate:
     def __str__(self) -> str:
         more = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
         more += f" zero={self.zero}" if self.zero else ""
+        more += f" offload={self.offload}" if self.offload != "none" else ""
         return f"{self.mesh} micro_batches={self.micro_batches} {self.schedule}{more}"
 
 
@@ -85,7 +95,7 @@ def read_pins(values: Mapping[str, Any] | None) -> Pins:
             raise UsageError(f"unknown pin {key!r}. Pins are {', '.join(KEYS)}.")
         if key in COUNTS and (type(value) is not int or value < 1):
             raise UsageError(f"pin {key}={value!r}: it must be a whole number of at least 1.")
-        words = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "zero": ZERO_STAGES}.get(key)
+        words = WORDS.get(key)
         if words and (value not in words or isinstance(value, bool)):
             raise UsageError(f"pin {key}={value!r}: it is one of {', '.join(map(str, words))}.")
     return Pins(**values)
@@ -120,6 +130,18 @@ def parse_pins(text: str, *, micro_batches: int | None = None) -> dict[str, int 
             f"{pin['micro_batches']}. Give one of them."
         )
     return pin
+
+
+def check_batch(graph: Graph, global_batch: int) -> None:
+    """The capture must be valid for this batch."""
+    if type(global_batch) is not int or global_batch < 1:
+        raise UsageError(f"global batch {global_batch!r}: it must be a whole number of at least 1.")
+    for guard in graph.guards:
+        if not bool(guard.subs(BATCH, global_batch)):
+            raise Refused(
+                f"{graph.model} was captured for batches with {guard}, and the global batch is "
+                f"{global_batch}. Use a batch that meets it, or trace with this batch size."
+            )
 
 
 def check_pins(

@@ -190,8 +190,9 @@ class StateCost:
     buckets (`planner.exchange`); what it moves tensor by tensor is in `sync_s`. `summed_bytes`:
     gradients that every micro-batch adds up, of `summed_tensors` parameters. `gather_s` and
     `scatter_s`: of one gather of a parameter and one scatter of its gradient, where every
-    micro-batch does them (`planner.zero`). `scattering_bytes`: beside the gradient, during that
-    scatter; `tail`: once per step. Neither is known of totals.
+    micro-batch does them (`planner.zero`). `host_bytes`: of state in host memory
+    (`planner.offload`). `scattering_bytes`: beside the gradient, during that scatter; `tail`: once
+    per step. Neither is known of totals.
     """
 
     parameter_bytes: int = 0
@@ -205,6 +206,7 @@ class StateCost:
     summed_tensors: int = 0
     gather_s: float = 0.0
     scatter_s: float = 0.0
+    host_bytes: int = 0
     scattering_bytes: int = 0
     tail: Tail = NO_TAIL
 
@@ -226,6 +228,7 @@ class StateCost:
             sum(item.summed_tensors for item in items),
             sum((item.gather_s for item in items), 0.0),
             sum((item.scatter_s for item in items), 0.0),
+            sum(item.host_bytes for item in items),
         )  # fmt: skip
 
 

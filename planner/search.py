@@ -21,8 +21,9 @@ from ir.batch import flow, needs_whole_batch
 from ir.cluster import Cluster, Mesh
 from ir.collector import paused_collector
 from ir.errors import Refused, UsageError
-from ir.graph import BATCH, Graph
+from ir.graph import Graph
 from ir.lower import Degrees, Lowered
+from ir.offload import OFFLOADS, offloads_activations
 from ir.plan import Plan, encode, signature
 from ir.schedules import SCHEDULES
 from ir.variants import variants
@@ -33,13 +34,16 @@ from planner.calibrated import cost_model
 from planner.candidate import Evaluated, TooSlow, Workload, evaluate
 from planner.describe import describe
 from planner.least_costs import LeastCosts
+from planner.no_sizes import no_sizes
+from planner.offload import HostFull, check_offload, hosting_of
+from planner.offload_choice import OffloadChoice
 from planner.pieces import Pieces, best_menu, priced, whole, with_menus
 from planner.pins import (
     Candidate,
     Pins,
     candidates,
+    check_batch,
     check_pins,
-    divisors,
     meshes,
     read_pins,
     zero_stages,
@@ -75,8 +79,9 @@ def plan(
 
     `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("gpipe", "1f1b",
     "interleaved", "zero-bubble"), virtual_stages (of a rank, where interleaved), recompute
-    ("none", "selective", "full"), zero (0 to 3). Raises `UsageError` for a request that makes no
-    sense, `Refused` when no plan fits or the numbers would change.
+    ("none", "selective", "full"), zero (0 to 3), offload (what may lie on the host: `ir.offload`).
+    Raises `UsageError` for a request that makes no sense, `Refused` when no plan fits or the
+    numbers would change.
     """
     if optimizer not in OPTIMIZER_TENSORS:
         known = ", ".join(sorted(OPTIMIZER_TENSORS))
@@ -84,7 +89,8 @@ def plan(
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     pins = read_pins(pin)
     has_batch = any(item.batch_dim is not None for item in graph.inputs)
-    _check_batch(graph, global_batch)
+    check_batch(graph, global_batch)
+    check_offload(pins.offload, cluster, optimizer)
     check_pins(pins, cluster.n_devices, global_batch, has_batch=has_batch)
     batch_flow = flow(graph)
     work = Workload(graph, batch_flow, variants(graph, batch_flow), global_batch, optimizer)
@@ -92,29 +98,18 @@ def plan(
     best = search.run()
     notes = (*search.notes, *approximations(work, best, cluster))
     blocks = tuple(
-        encode(kind, sharding, keeps)
-        for kind, sharding, keeps in zip(
-            work.kinds, best.pieces.shardings, best.program.keeps, strict=True
+        encode(*parts)
+        for parts in zip(
+            work.kinds, best.pieces.shardings, best.program.keeps, best.program.hosts, strict=True
         )
     )
     made = Plan(
         name or graph.model, signature(graph), cluster, best.candidate.mesh,
         best.candidate.schedule, best.candidate.micro_batches, global_batch, optimizer, blocks,
         best.stages, best.prediction, notes, zero=best.candidate.zero,
+        offload=best.program.offload,
     )  # fmt: skip
     return replace(made, text=describe(made, best))
-
-
-def _check_batch(graph: Graph, global_batch: int) -> None:
-    """The capture must be valid for this batch."""
-    if type(global_batch) is not int or global_batch < 1:
-        raise UsageError(f"global batch {global_batch!r}: it must be a whole number of at least 1.")
-    for guard in graph.guards:
-        if not bool(guard.subs(BATCH, global_batch)):
-            raise Refused(
-                f"{graph.model} was captured for batches with {guard}, and the global batch is "
-                f"{global_batch}. Use a batch that meets it, or trace with this batch size."
-            )
 
 
 @dataclass
@@ -146,6 +141,7 @@ def _simplicity(candidate: Candidate) -> tuple[int, ...]:
     return (
         mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.virtual_stages,
         SCHEDULES.index(candidate.schedule), candidate.zero,
+        OFFLOADS.index(candidate.offload),
     )  # fmt: skip
 
 
@@ -167,15 +163,31 @@ class _Search:
             work, cluster, self._alone, self._shardings, self._lowered,
             lambda candidate: self._pieces(candidate, 0.0),
         ))
+        self.offload = OffloadChoice(pins.offload, self.bounds.least)
         self.evaluations = self.refusals = 0
         self.too_large: list[Candidate] = []
 
     def run(self) -> Evaluated:
+        """Of all candidates; then, if those lack memory, of some with offload. The bound is of the
+        first ones, if any of them fits."""
+        everything, best = list(self._candidates()), _Best()
+        bound_s = self._improve(best, everything)
+        more = self.offload.more(everything, best.found)
+        offloaded_s = self._improve(best, more)
+        bound_s = offloaded_s if bound_s == inf else bound_s
+        if best.found is None:
+            if not everything:
+                rows = self.work.global_batch if self.has_batch else 1
+                raise no_sizes(self.work.graph, self.pins, self.cluster.n_devices, rows)
+            raise self._nothing_fits(everything + more)
+        return self._bounded(best.found, bound_s)
+
+    def _improve(self, best: _Best, options: list[Candidate]) -> float:
         """Best first: of all candidates the one of the least bound is bounded more closely, and
-        then planned, until no bound is below the best plan by more than the gap."""
-        everything = list(self._candidates())
-        best, closed_s = _Best(), inf
-        open_ = [self._open(c, s, 1) for c, s in self._quick(everything)]
+        then planned, until no bound is below the best plan by more than the gap; the least bound
+        that is left."""
+        closed_s = inf
+        open_ = [self._open(c, s, 1) for c, s in self._quick(options)]
         heapq.heapify(open_)
         while open_ and open_[0][0] < (1 - GAP) * best.step_s:
             bound_s, _, level, candidate = heapq.heappop(open_)
@@ -185,28 +197,31 @@ class _Search:
                 continue
             if self._is_too_large(candidate):
                 continue
+            if self.offload.is_enough(candidate, has_plan=best.found is not None):
+                closed_s = min(closed_s, bound_s)
+                continue
             is_open = self.evaluations < MOST_EVALUATIONS and self.refusals < MOST_REFUSALS
-            if is_open or best.found is None:
+            if is_open or self.offload.is_extra(candidate) or best.found is None:
                 fits = self._try(candidate, best)
                 closed_s = min(closed_s, bound_s) if fits else closed_s
             else:
                 closed_s = min(closed_s, bound_s)
                 if open_ and closed_s <= open_[0][0]:
                     break
-        if best.found is None:
-            raise self._nothing_fits(everything) if everything else self._nothing_to_do()
-        return self._bounded(best.found, min([closed_s, *(item[0] for item in open_[:1])]))
+        return min([closed_s, *(item[0] for item in open_[:1])])
 
     def _quick(self, options: list[Candidate]) -> Iterator[tuple[Candidate, float]]:
         """Candidates with their first bounds, without those that can't fit: where rows do not
         fit on a mesh, more rows do not either."""
 
         def alike(c: Candidate) -> tuple[Any, ...]:
-            return (astuple(c.mesh), c.virtual_stages, c.schedule, c.zero)
+            return (astuple(c.mesh), c.virtual_stages, c.schedule, c.zero, c.offload)
 
         ordered = sorted(options, key=lambda c: (alike(c), c.rows))
         for _, group in groupby(ordered, key=alike):
             for candidate in group:
+                if self.offload.is_idle(candidate):
+                    continue
                 bound_s = self.bounds.quick_s(candidate)
                 if bound_s == inf:
                     break
@@ -233,9 +248,16 @@ class _Search:
         least = min(options, key=lambda c: (need(c), c.mesh.pipeline, c.zero))
         cost = cost_model(self.cluster, least.mesh)
         price_s = STEEP * whole_price_s(self._pieces(least, 0.0))
+        alone = Candidate(Mesh(), 1, "1f1b", 1, offload=self.offload.words[-1])
+        try:
+            evaluate(self.work, least, self._pieces(least, price_s), cost)
+        except HostFull as error:
+            return error
+        except Refused:
+            pass
         return does_not_fit(
             self.work, least, self._pieces(least, price_s), cost,
-            state_bytes=self.bounds.least.state_bytes(Candidate(Mesh(), 1, "1f1b", 1)),
+            state_bytes=self.bounds.least.state_bytes(alone),
             devices=self.cluster.n_devices,
         )  # fmt: skip
 
@@ -267,32 +289,15 @@ class _Search:
                 self.pins, mesh, self.work.global_batch, calls, whole_batch=whole_batch
             ):  # fmt: skip
                 for zero in zero_stages(self.pins, candidate):
-                    yield replace(candidate, zero=zero)
-
-    def _nothing_to_do(self) -> Refused:
-        devices, calls = self.cluster.n_devices, len(self.work.graph.calls)
-        if self.pins.schedule == "interleaved" or (self.pins.virtual_stages or 1) > 1:
-            virtual = self.pins.virtual_stages or 2
-            return Refused(
-                f"the interleaved schedule with virtual_stages={virtual} finds no sizes: it needs "
-                f"at least 2 pipeline ranks, pipeline x {virtual} of the model's {calls} blocks, "
-                "and at least as many micro-batches as ranks, in equal rounds. Try schedule=1f1b, "
-                "a larger global batch, or fewer virtual stages."
-            )
-        rows = self.work.global_batch if self.has_batch else 1
-        fitting = [d for d in divisors(rows) if d <= devices]
-        return Refused(
-            f"more devices than work: {devices} devices can't share {rows} rows of the batch, "
-            f"{calls} blocks for pipeline stages and the factors of the model's tensors. Try "
-            f"{fitting[-1]} devices, or another global batch."
-        )
+                    yield replace(candidate, zero=zero, offload=self.offload.words[0])
 
     def _is_too_large(self, candidate: Candidate) -> bool:
-        """Whether the same with fewer rows, or more divided, did not fit."""
+        """Whether the same with fewer rows, or more divided or offloaded, did not fit."""
         return any(
             (other.mesh, other.schedule, other.virtual_stages)
             == (candidate.mesh, candidate.schedule, candidate.virtual_stages)
             and candidate.rows >= other.rows and candidate.zero <= other.zero
+            and (candidate.offload == "none" or other.offload in (candidate.offload, "all"))
             for other in self.too_large
         )  # fmt: skip
 
@@ -317,10 +322,12 @@ class _Search:
             fits = True
             best.offer(found)
             if recomputed_share(found) < SLACK:
+                self.offload.roomy.add(candidate)
                 break
             price_s = marginal_price_s(found)
         if not fits:
             self.too_large.append(candidate)
+        self.offload.tried[candidate] = fits
         self.evaluations += fits
         self.refusals += not fits
         return fits
@@ -343,13 +350,14 @@ class _Search:
         key: tuple[Any, ...] = (
             mesh.tensor, candidate.rows, mesh.data > 1, candidate.micro_batches > 1,
             tuple(sharding.key for sharding in result.shardings),
+            offloads_activations(candidate.offload),
             (mesh, candidate.micro_batches) if self.reason or self._has_prologue else None,
         )  # fmt: skip
         if key not in self.pieces:
-            found = self._priced(candidate, result)
-            self.pieces[key] = with_menus(
-                found, self.work.graph, self.work.kinds, best_menu(self.pins.recompute)
-            )
+            found, graph = self._priced(candidate, result), self.work.graph
+            hosting = hosting_of(graph, self.cluster, candidate.offload)
+            menu_of = best_menu(self.pins.recompute, hosting)
+            self.pieces[key] = with_menus(found, graph, self.work.kinds, menu_of)
         return self.pieces[key]
 
     def _priced(self, candidate: Candidate, result: ShardingResult) -> Pieces:

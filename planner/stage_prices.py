@@ -39,12 +39,13 @@ class StagePrices:
         self.work, self.candidate, self.found, self.cost = work, candidate, found, cost
         self.variant_of = work.variant_of
         keeps = tuple({p.label: p.kept for p in menu} for menu in found.menus)
+        hosts = tuple({p.label: p.hosted for p in menu} for menu in found.menus)
         last = candidate.stages - 1
         order = [(i, self.variant_of[i]) for i in range(len(work.graph.calls))]
         self.program = Spmd(
             work.graph, candidate.degrees, work.flow, work.kinds, found.lowered,
             found.state, keeps, ((),) * last + (tuple(StageCall(i, v, "") for i, v in order),),
-            candidate.zero,
+            candidate.zero, candidate.offload, hosts,
         )  # fmt: skip
         self.runs = [
             (variant, [i for i, _ in group]) for variant, group in groupby(order, lambda p: p[1])
@@ -271,11 +272,11 @@ class StagePrices:
         return StateCost.total([self.state[name] for name in self._rank_state(program, rank)])
 
     def _rank_cost(self, program: Spmd, rank: int, times: StageTime) -> StageCost:
-        """All stages of a rank together: state, what is held at the fullest moment, and what its
-        instructions need beside that."""
+        """All stages of a rank together: state, what is held at the fullest moment, what its
+        instructions need beside that, and all of the host's memory."""
         names, state = self._rank_state(program, rank), self._state_of_rank(program, rank)
         held_bytes, working_bytes = self.memories.of_rank(program, rank, names)
         return StageCost(
             *times, state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes,
-            held_bytes, working_bytes,
+            held_bytes, working_bytes, state.host_bytes + self.memories.host_bytes(program, rank),
         )  # fmt: skip

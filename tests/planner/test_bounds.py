@@ -11,6 +11,7 @@ from ir.batch import flow
 from ir.cluster import Cluster, Mesh
 from ir.errors import Refused
 from ir.graph import Graph
+from ir.machines import Host
 from ir.variants import variants
 from planner import plan
 from planner.bounds import Bounds
@@ -30,11 +31,12 @@ MODELS = {
 }
 CLUSTERS = {
     **{spec: Cluster.parse(spec) for spec in ("local:4", "8xH100-SXM", "2x2xA100-80GB")},
+    "with a host": replace(Cluster.local(4), own_host=Host(2e9, 2**40)),
     "measured": MACHINE,
 }
 SHARE_OF_MEMORY = [1.0, 0.8]
 PRICES = (0.0, 1.0)
-EVERY = 4
+EVERY = 5
 
 
 def search(graph: Graph, cluster: Cluster, rows: int) -> _Search:

@@ -9,6 +9,7 @@ import io
 from collections.abc import Iterable, Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from ir.cluster import Cluster
@@ -85,22 +86,26 @@ def refuse_flags(options: argparse.Namespace, flags: Iterable[str], why: str) ->
 def decide(options: argparse.Namespace) -> tuple[Loaded, Graph, Plan]:
     """The model, its graph, and the plan: read from --plan, or made from the other flags."""
     if getattr(options, "plan", None):
-        refuse_flags(options, ["--pin"], f"the plan in {options.plan} is made. Plan again to pin.")
+        made = f"the plan in {options.plan} is made. Plan again to change it."
+        refuse_flags(options, ["--pin", "--time-limit"], made)
     asked = ask(options)
     if asked.saved is not None:
         return asked.loaded, asked.graph, asked.saved
-    planning = planning_of(asked.graph)
+    limit_s = options.time_limit if options.time_limit is not None else inf
+    planning = planning_of(asked.graph, time_limit_s=limit_s)
     try:
         return asked.loaded, asked.graph, planning(asked.request)
     except DoesNotFit as error:
         raise Refused(f"{error} {_help(error, asked.request, planning)}") from error
 
 
-def planning_of(graph: Graph, optimizer: str = "adamw") -> Planning:
+def planning_of(
+    graph: Graph, optimizer: str = "adamw", *, time_limit_s: float = inf
+) -> Planning:
     """A function that plans requests for this graph."""
     return lambda request: plan_graph(
         graph, request.cluster, global_batch=request.global_batch, pin=request.pins,
-        optimizer=optimizer,
+        optimizer=optimizer, time_limit_s=time_limit_s,
     )  # fmt: skip
 
 
@@ -189,6 +194,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--global-batch": {"type": count, "metavar": "N", "help": "rows of a step, over all devices"},
     "--micro-batches": {"type": count, "metavar": "M", "help": "fix the pieces of a step"},
     "--pin": {"metavar": "KEY=VALUE,...", "help": PIN},
+    "--time-limit": {
+        "type": count, "metavar": "SECONDS",
+        "help": "end the search then, with the best plan so far and its gap",
+    },
     "--plan": {"metavar": "FILE", "help": "a plan written by `plan --out`, instead of planning"},
     "--out": {"metavar": "PATH", "help": "where to write"},
     "--trace": {"metavar": "FILE", "help": TRACE},
@@ -201,3 +210,4 @@ FLAGS: dict[str, dict[str, Any]] = {
 PLANNED = ("--cluster", "--global-batch", "--micro-batches")
 """What every plan has an answer to."""
 DECISIONS = ("--seq", "--batch", "--cluster", "--global-batch", "--micro-batches", "--pin")
+SEARCH = (*DECISIONS, "--time-limit")

@@ -7,6 +7,7 @@ for. This is the only module that imports all four rooms.
 import argparse
 import json
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,9 +26,9 @@ from calibration import add_calibrate_command
 from checking import UNKNOWN, check, check_command
 from codegen import Program, check_target, emit, load
 from deciding import (
-    DECISIONS,
     FLAGS,
     MODEL,
+    SEARCH,
     call_arguments,
     check_fixed_batch,
     cluster_of,
@@ -63,19 +65,24 @@ load_plan = Plan.load
 def plan(
     model: Any, cluster: Cluster | str, batch: Any, *, global_batch: int,
     loss: Callable[[Any], Any] | None = None, pin: Mapping[str, Any] | None = None,
+    time_limit_s: float = inf,
 ) -> Plan:  # fmt: skip
     """Decide how to train `model` on `cluster`; the same input gives the same plan.
 
     `batch` is what the model is called with: a dict of keyword arguments, a tuple of positional
     ones, or one tensor. `loss` makes the loss from the model's output, if that is not the loss
-    already. `pin` fixes decisions: {"tensor": 2, "schedule": "gpipe", "zero": 1}.
+    already. `pin` fixes decisions: {"tensor": 2, "schedule": "gpipe", "zero": 1}. After
+    `time_limit_s` the search ends with the best plan so far and its gap.
     """
     args, kwargs = call_arguments(batch)
     cluster = cluster_of(cluster)
     check_pins(read_pins(pin), cluster.n_devices, global_batch)
     graph = trace(model, args, kwargs, loss=loss)
     check_fixed_batch(graph, pin, cluster)
-    return replace(plan_graph(graph, cluster, global_batch=global_batch, pin=pin), graph=graph)
+    made = plan_graph(
+        graph, cluster, global_batch=global_batch, pin=pin, time_limit_s=time_limit_s
+    )
+    return replace(made, graph=graph)
 
 
 def compile(  # the public name, as in torch.compile
@@ -119,6 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except _Terminated:
         return TERMINATED
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
     except OSError as error:
         if error.filename is None:
             raise
@@ -196,7 +206,7 @@ def _run_command(options: argparse.Namespace) -> int:
     argv += ["--json"] if options.json else []
     if Path(options.model).is_dir():
         own = f"{options.model} is an emitted program, which has its plan, model and sizes."
-        refuse_flags(options, (*DECISIONS, "--plan"), own)
+        refuse_flags(options, (*SEARCH, "--plan"), own)
         plan_file = Path(options.model) / "plan.json"
         if plan_file.is_file():
             _say_where(Plan.load(plan_file).cluster)
@@ -224,19 +234,19 @@ def _say_where(cluster: Cluster) -> None:
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], tuple[str, ...], str]] = {
     "plan": (
         _plan_command,
-        (*DECISIONS, "--out", "--trace"),
+        (*SEARCH, "--out", "--trace"),
         "Decide how to train a model on a cluster, and print the decisions with what they cost. "
         "Needs neither the cluster nor the weights. --out saves the plan, --trace its timeline.",
     ),
     "emit": (
         _emit_command,
-        (*DECISIONS, "--plan", "--out", "--force"),
+        (*SEARCH, "--plan", "--out", "--force"),
         "Write the training program of a plan as a folder of readable Python that starts with "
         "launch.sh. The plan comes from --plan, or is made from the flags of `plan`.",
     ),
     "run": (
         _run_command,
-        (*DECISIONS, "--plan", "--steps", "--lr"),
+        (*SEARCH, "--plan", "--steps", "--lr"),
         "Train over processes on this machine, started and watched here. MODEL may be the folder "
         "of an emitted program. If a rank dies, the others are stopped and its error is shown.",
     ),

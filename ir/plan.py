@@ -106,11 +106,21 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Certificate:
+    """What a search looked at: its candidates, how many of them were planned, and the power of ten
+    of the number of plans that all stand for."""
+
+    candidates: int
+    planned: int
+    plans_log10: float
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """All decisions for one model on one cluster; see the module's docstring.
 
     `zero`: the ZeRO stage over the data axis, 0 to 3 (`ir.spmd.Spmd`). `offload`: what lies in
-    host memory (`ir.offload`).
+    host memory (`ir.offload`). `certificate`: of the search, if it was one.
     `graph` is the traced model, where the plan was made in this process; it is not saved.
     """
 
@@ -129,6 +139,7 @@ class Plan:
     text: str = ""
     zero: int = 0
     offload: str = "none"
+    certificate: Certificate | None = None
     graph: Graph | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -169,6 +180,8 @@ class Plan:
             del value["zero"]
         if self.offload == "none":
             del value["offload"]
+        if self.certificate is None:
+            del value["certificate"]
         for block in value["blocks"]:
             if not block["hosts"]:
                 del block["hosts"]
@@ -209,6 +222,7 @@ class Plan:
             tuple(tuple(Placed(**p) for p in stage) for stage in value["stages"]),
             _prediction(value["prediction"]), tuple(value["approximations"]), value["text"],
             value.get("zero", 0), value.get("offload", "none"),
+            Certificate(**value["certificate"]) if "certificate" in value else None,
         )  # fmt: skip
         if plan.hash != value["hash"]:
             raise UsageError(

@@ -28,7 +28,8 @@ PLAN = {
     "stages": list, "prediction": dict, "approximations": list, "text": str,
 }  # fmt: skip
 
-OPTIONAL = {"zero": int, "offload": str, "host_bytes": int, "hosts": list}
+CERTIFICATE = {"candidates": int, "planned": int, "plans_log10": float}
+OPTIONAL = {"zero": int, "offload": str, "certificate": dict, "host_bytes": int, "hosts": list}
 """Keys that a plan, a block or the cost of a stage has only where they say something."""
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -42,12 +43,14 @@ def check_plan(value: Any, version: str, where: str) -> None:
             f"{where} has format {value.get('format')!r}; this version reads {version!r}. "
             "Plan again with this version."
         )
-    _check(value, _with_optional(PLAN, value, ("zero", "offload")), where)
+    _check(value, _with_optional(PLAN, value, ("zero", "offload", "certificate")), where)
     if value.get("zero", 0) not in ZERO_STAGES:
         raise UsageError(f"{where}: zero is {value['zero']}; ZeRO has the stages 0, 1, 2 and 3.")
     if value.get("offload", "none") not in OFFLOADS:
         raise UsageError(f"{where}: offload is {value['offload']!r}, not {', '.join(OFFLOADS)}.")
     _check(value["mesh"], MESH, f"{where}: mesh")
+    if "certificate" in value:
+        _check(value["certificate"], CERTIFICATE, f"{where}: certificate")
     _check(value["prediction"], PREDICTION, f"{where}: prediction")
     for i, stage in enumerate(value["prediction"]["stages"]):
         schema = _with_optional(STAGE_COST, stage, ("host_bytes",))

@@ -81,6 +81,11 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{duration(p.exposed_comm_s)}   bubble {duration(p.bubble_s)}   "
         f"optimizer {duration(p.optimizer_s)}"
     )
+    if found := plan.certificate:
+        yield (
+            f"search  {found.candidates:,} candidates for 10^{found.plans_log10:.0f} plans, "
+            f"{found.planned} of them planned"
+        )
     if plan.cluster.usd_per_hour:
         yield cost_line(p.step_s, plan.global_batch, plan.cluster)
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property
 from itertools import groupby
 from math import inf
+from time import monotonic
 from typing import Any, TypeAlias
 
 from ir.batch import flow, needs_whole_batch
@@ -22,9 +22,8 @@ from ir.cluster import Cluster, Mesh
 from ir.collector import paused_collector
 from ir.errors import Refused, UsageError
 from ir.graph import Graph
-from ir.lower import Degrees, Lowered
-from ir.offload import OFFLOADS, offloads_activations
-from ir.plan import Plan, encode, signature
+from ir.offload import OFFLOADS
+from ir.plan import Certificate, Plan, encode, signature
 from ir.schedules import SCHEDULES
 from ir.variants import variants
 from planner.approximations import approximations, divides_something
@@ -32,12 +31,12 @@ from planner.bounds import Bounds
 from planner.byte_price import marginal_price_s, recomputed_share, whole_price_s
 from planner.calibrated import cost_model
 from planner.candidate import Evaluated, TooSlow, Workload, evaluate
+from planner.counting import plans_log10
 from planner.describe import describe
-from planner.least_costs import LeastCosts
 from planner.no_sizes import no_sizes
-from planner.offload import HostFull, check_offload, hosting_of
+from planner.offload import HostFull, check_offload
 from planner.offload_choice import OffloadChoice
-from planner.pieces import Pieces, best_menu, priced, whole, with_menus
+from planner.pieces import Pieces
 from planner.pins import (
     Candidate,
     Pins,
@@ -49,9 +48,9 @@ from planner.pins import (
     zero_stages,
 )
 from planner.price import OPTIMIZER_TENSORS
-from planner.sharding import ShardingResult, Shardings
 from planner.shortage import does_not_fit
 from planner.solver import SolverFailed
+from planner.supply import Supply
 
 MOST_EVALUATIONS = 24
 """Candidates that are planned before the search settles for the best one found."""
@@ -74,8 +73,10 @@ STEEP = 1e4
 def plan(
     graph: Graph, cluster: Cluster | str, *, global_batch: int,
     pin: Mapping[str, Any] | None = None, optimizer: str = "adamw", name: str | None = None,
+    time_limit_s: float = inf,
 ) -> Plan:  # fmt: skip
-    """Decides how to train `graph` on all devices of `cluster`, or of its spec; deterministic.
+    """Decides how to train `graph` on all devices of `cluster`, or of its spec; deterministic, but
+    for a search that a time limit ends: then the best plan so far, with its gap.
 
     `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("gpipe", "1f1b",
     "interleaved", "zero-bubble"), virtual_stages (of a rank, where interleaved), recompute
@@ -94,7 +95,7 @@ def plan(
     check_pins(pins, cluster.n_devices, global_batch, has_batch=has_batch)
     batch_flow = flow(graph)
     work = Workload(graph, batch_flow, variants(graph, batch_flow), global_batch, optimizer)
-    search = _Search(work, cluster, pins, has_batch)
+    search = _Search(work, cluster, pins, has_batch, time_limit_s)
     best = search.run()
     notes = (*search.notes, *approximations(work, best, cluster))
     blocks = tuple(
@@ -107,7 +108,7 @@ def plan(
         name or graph.model, signature(graph), cluster, best.candidate.mesh,
         best.candidate.schedule, best.candidate.micro_batches, global_batch, optimizer, blocks,
         best.stages, best.prediction, notes, zero=best.candidate.zero,
-        offload=best.program.offload,
+        offload=best.program.offload, certificate=search.certificate,
     )  # fmt: skip
     return replace(made, text=describe(made, best))
 
@@ -151,18 +152,17 @@ _Open: TypeAlias = tuple[float, tuple[int, ...], int, Candidate]
 class _Search:
     """One search, with the pieces that its candidates share."""
 
-    def __init__(self, work: Workload, cluster: Cluster, pins: Pins, has_batch: bool) -> None:
+    def __init__(
+        self, work: Workload, cluster: Cluster, pins: Pins, has_batch: bool,
+        time_limit_s: float = inf,
+    ) -> None:  # fmt: skip
         self.work, self.cluster, self.pins, self.has_batch = work, cluster, pins, has_batch
+        self.time_limit_s, self.deadline = time_limit_s, monotonic() + time_limit_s
+        self.certificate: Certificate | None = None
         self.reason = needs_whole_batch(work.graph, work.flow)
         self.notes: list[str] = []
-        self.shardings: dict[tuple[int, int], Shardings] = {}
-        self.sharded: dict[tuple[int, int, int, float, float], ShardingResult] = {}
-        self.pieces: dict[tuple[Any, ...], Pieces] = {}
-        self.alone: dict[int, Pieces] = {}
-        self.bounds = Bounds(LeastCosts(
-            work, cluster, self._alone, self._shardings, self._lowered,
-            lambda candidate: self._pieces(candidate, 0.0),
-        ))
+        self.supply = Supply(work, cluster, pins, is_whole_batch=self.reason is not None)
+        self.bounds = Bounds(self.supply.least)
         self.offload = OffloadChoice(pins.offload, self.bounds.least)
         self.evaluations = self.refusals = 0
         self.too_large: list[Candidate] = []
@@ -175,7 +175,12 @@ class _Search:
         more = self.offload.more(everything, best.found)
         offloaded_s = self._improve(best, more)
         bound_s = offloaded_s if bound_s == inf else bound_s
+        options = [*everything, *more]
+        plans = plans_log10(self.work, options)
+        self.certificate = Certificate(len(options), self.evaluations + self.refusals, plans)
         if best.found is None:
+            if monotonic() > self.deadline:
+                raise self._no_time(len(options))
             if not everything:
                 rows = self.work.global_batch if self.has_batch else 1
                 raise no_sizes(self.work.graph, self.pins, self.cluster.n_devices, rows)
@@ -189,7 +194,7 @@ class _Search:
         closed_s = inf
         open_ = [self._open(c, s, 1) for c, s in self._quick(options)]
         heapq.heapify(open_)
-        while open_ and open_[0][0] < (1 - GAP) * best.step_s:
+        while open_ and open_[0][0] < (1 - GAP) * best.step_s and monotonic() <= self.deadline:
             bound_s, _, level, candidate = heapq.heappop(open_)
             if level < LEVELS:
                 closer_s = max(bound_s, self.bounds.close_s(candidate, level + 1))
@@ -231,32 +236,28 @@ class _Search:
         """An entry of the queue; of equal bounds fewer stages and more data ranks come first."""
         return bound_s, _simplicity(candidate), level, candidate
 
-    def _alone(self, rows: int) -> Pieces:
-        """The pieces of one device."""
-        if rows not in self.alone:
-            self.alone[rows] = self._priced(Candidate(Mesh(), 1, "1f1b", rows), self.whole)
-        return self.alone[rows]
-
-    def _lowered(self, rows: int, data: int, micro_batches: int) -> tuple[Lowered, ...]:
-        """The blocks of one of so many data ranks."""
-        candidate = Candidate(Mesh(data=data), micro_batches, "1f1b", rows)
-        return self._priced(candidate, self.whole).lowered
+    def _no_time(self, candidates: int) -> Refused:
+        return Refused(
+            f"no plan was found within {self.time_limit_s:g} s: of {candidates} candidates "
+            f"{self.refusals} were planned, and none of those fits. Allow more time, or pin "
+            "decisions that are settled."
+        )
 
     def _nothing_fits(self, options: list[Candidate]) -> Refused:
         """What the candidate of least memory lacks, and how many devices its state asks for."""
         need = self.bounds.least.need_bytes
         least = min(options, key=lambda c: (need(c), c.mesh.pipeline, c.zero))
         cost = cost_model(self.cluster, least.mesh)
-        price_s = STEEP * whole_price_s(self._pieces(least, 0.0))
+        price_s = STEEP * whole_price_s(self.supply.pieces(least, 0.0))
         alone = Candidate(Mesh(), 1, "1f1b", 1, offload=self.offload.words[-1])
         try:
-            evaluate(self.work, least, self._pieces(least, price_s), cost)
+            evaluate(self.work, least, self.supply.pieces(least, price_s), cost)
         except HostFull as error:
             return error
         except Refused:
             pass
         return does_not_fit(
-            self.work, least, self._pieces(least, price_s), cost,
+            self.work, least, self.supply.pieces(least, price_s), cost,
             state_bytes=self.bounds.least.state_bytes(alone),
             devices=self.cluster.n_devices,
         )  # fmt: skip
@@ -306,7 +307,7 @@ class _Search:
         few as it can; then at what the last plan says a byte is worth. Whether it may fit."""
         price_s, tried, fits = 0.0, list[Pieces](), False
         for _ in range(MOST_PRICES if candidate.mesh.tensor > 1 else 1):
-            pieces = self._pieces(candidate, price_s)
+            pieces = self.supply.pieces(candidate, price_s)
             if any(pieces is other for other in tried):
                 break
             tried.append(pieces)
@@ -344,51 +345,3 @@ class _Search:
         except Refused:
             return None
 
-    def _pieces(self, candidate: Candidate, price_s: float) -> Pieces:
-        """Of the cheapest shardings when a byte of state costs so many seconds per micro-batch."""
-        mesh, result = candidate.mesh, self._sharding(candidate, price_s)
-        key: tuple[Any, ...] = (
-            mesh.tensor, candidate.rows, mesh.data > 1, candidate.micro_batches > 1,
-            tuple(sharding.key for sharding in result.shardings),
-            offloads_activations(candidate.offload),
-            (mesh, candidate.micro_batches) if self.reason or self._has_prologue else None,
-        )  # fmt: skip
-        if key not in self.pieces:
-            found, graph = self._priced(candidate, result), self.work.graph
-            hosting = hosting_of(graph, self.cluster, candidate.offload)
-            menu_of = best_menu(self.pins.recompute, hosting)
-            self.pieces[key] = with_menus(found, graph, self.work.kinds, menu_of)
-        return self.pieces[key]
-
-    def _priced(self, candidate: Candidate, result: ShardingResult) -> Pieces:
-        """Pieces without their menus."""
-        work, cost = self.work, cost_model(self.cluster, candidate.mesh)
-        return priced(work.graph, work.flow, work.kinds, result, candidate.degrees, cost)
-
-    @cached_property
-    def _has_prologue(self) -> bool:
-        return any(kind.spread.gathers(kind.block) for kind in self.work.kinds)
-
-    def _shardings(self, candidate: Candidate) -> Shardings:
-        """Of a candidate's local shapes: the data degree does not matter to the tensor axis."""
-        key = (candidate.mesh.tensor, candidate.rows)
-        if key not in self.shardings:
-            work, cost = self.work, cost_model(self.cluster, candidate.mesh)
-            degrees = Degrees(candidate.rows, 1, candidate.mesh.tensor, 1)
-            self.shardings[key] = Shardings(work.graph, work.kinds, degrees, cost, work.early)
-        return self.shardings[key]
-
-    def _sharding(self, candidate: Candidate, price_s: float) -> ShardingResult:
-        if candidate.mesh.tensor == 1:
-            return self.whole
-        count, exchange_s = candidate.micro_batches, self.bounds.least.exchange_s(candidate)
-        key = (candidate.mesh.tensor, candidate.rows, count, price_s, exchange_s)
-        if key not in self.sharded:
-            found = self._shardings(candidate)
-            self.sharded[key] = found.cheapest(count, price_s, exchange_s=exchange_s)
-        return self.sharded[key]
-
-    @cached_property
-    def whole(self) -> ShardingResult:
-        """Nothing cut."""
-        return whole(self.work.graph, self.work.kinds)

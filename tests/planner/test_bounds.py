@@ -60,7 +60,7 @@ def test_no_plan_beats_its_bounds(model: str, spec: str, share: float) -> None:
         for price in PRICES if candidate.mesh.tensor > 1 else PRICES[:1]:
             cost = cost_model(cluster, candidate.mesh)
             try:
-                made = evaluate(found.work, candidate, found._pieces(candidate, price), cost)
+                made = evaluate(found.work, candidate, found.supply.pieces(candidate, price), cost)
             except Refused:
                 continue
             assert max(bounds) <= made.prediction.step_s * (1 + 1e-9)

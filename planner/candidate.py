@@ -33,6 +33,7 @@ from planner.stage_problem import (
     StagePlan,
     StageProblem,
     price,
+    stage_memory,
 )
 from planner.stage_refusal import excess_message, least_assignment
 from planner.stages import plan_stages
@@ -40,6 +41,10 @@ from planner.workload import Workload as Workload
 
 ATTEMPTS = 3
 """How often the stages are planned again with less room when the exact bytes pass the capacity."""
+
+
+NEARLY = 1.2
+"""Over the capacity: what the stage problem takes for too large by no more may fit."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,33 @@ class _Evaluation(StagePrices):
     """One evaluation; see the module's docstring."""
 
     def run(self, limit_s: float) -> Evaluated | TooSlow:
+        """The best stages; or, since the stage problem's bytes are an estimate, the smallest ones
+        where those fit by exact count."""
+        try:
+            return self._best(limit_s)
+        except HostFull:
+            raise
+        except Refused as error:
+            found = self._smallest()
+            if found is None:
+                raise error
+            return found
+
+    def _smallest(self) -> Evaluated | None:
+        """The stages of least memory, if they fit."""
+        problem = self._problem(self.cost.capacity_bytes)
+        assignment = least_assignment(problem)
+        estimates = [stage_memory(problem, s, stage) for s, stage in enumerate(assignment)]
+        nearly = NEARLY * self.cost.capacity_bytes
+        if self.candidate.virtual_stages > 1 or any(e.peak_bytes > nearly for e in estimates):
+            return None
+        found = self.given(assignment)
+        if found.prediction.peak_bytes > self.cost.capacity_bytes:
+            return None
+        self._check_host(found.prediction)
+        return found
+
+    def _best(self, limit_s: float) -> Evaluated | TooSlow:
         room = self.cost.capacity_bytes
         for attempt in range(ATTEMPTS):
             problem = self._problem(room)

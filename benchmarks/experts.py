@@ -66,10 +66,10 @@ class Expert:
     def pins(self) -> dict[str, Any]:
         """What the planner has words for; the rest, such as which layers recompute, is free."""
         wanted, traits = read_configuration(self.row), self.predicted.traits
-        mesh = wanted.mesh
+        mesh, recompute = wanted.mesh, _recompute(self.predicted.recompute)
         pins: dict[str, Any] = {
             "pipeline": mesh.pipeline, "data": mesh.data, "tensor": mesh.tensor,
-            "micro_batches": wanted.micro_batches, "recompute": _recompute(self.predicted.recompute),
+            "micro_batches": wanted.micro_batches, "recompute": recompute,
             "zero": traits.zero_stage if mesh.data > 1 else 0,
         }  # fmt: skip
         if mesh.pipeline > 1 and traits.virtual_stages > 1:

@@ -21,8 +21,8 @@ from ir.reshard import possible, step
 from ir.strategies import Strategy
 from planner.cost import CostModel
 from planner.node_prices import NodePrices
-from planner.ports import Ports, connect, options
 from planner.pieces import whole
+from planner.ports import Ports, connect, options
 from planner.sharding import ShardingResult, Shardings
 from planner.workload import Workload
 

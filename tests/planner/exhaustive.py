@@ -96,14 +96,17 @@ class Exhaustive:
         places = tuple(state[item.name] for item in self.work.graph.state if item.trainable)
         if (candidate, places) not in self.once_s:
             cost = cost_model(self.cluster, candidate.mesh)
-            self.once_s[candidate, places] = least_once_s(self.work, candidate, state, cost)
+            once_s = least_once_s(self.work, candidate, state, cost)
+            fits = least_state_bytes(self.work, candidate, state) <= cost.capacity_bytes
+            self.once_s[candidate, places] = once_s if fits else inf
         once_s = self.once_s[candidate, places] / candidate.mesh.pipeline
         return (self._below_s - once_s) / _even_step(candidate)
 
     def _pieces(self, candidate: Candidate, result: ShardingResult) -> Pieces:
         work, cost = self.work, cost_model(self.cluster, candidate.mesh)
         found = priced(work.graph, work.flow, work.kinds, result, candidate.degrees, cost)
-        return replace(found, menus=tuple(every_menu(work, found, n) for n in range(len(work.kinds))))
+        menus = tuple(every_menu(work, found, number) for number in range(len(work.kinds)))
+        return replace(found, menus=menus)
 
     def _stages(self, candidate: Candidate, found: Pieces) -> None:
         """Every cut, with every way to run the blocks of each stage."""
@@ -124,7 +127,8 @@ class Exhaustive:
             indices, menu = list(group), prices.found.menus[variant]
             rows.append([
                 (sum(_point_s(p) for p in points),
-                 tuple(StageCall(i, variant, p.label) for i, p in zip(indices, points, strict=True)))
+                 tuple(StageCall(i, variant, p.label)
+                       for i, p in zip(indices, points, strict=True)))
                 for points in combinations_with_replacement(menu, len(indices))
             ])  # fmt: skip
         found = [
@@ -142,9 +146,10 @@ class Exhaustive:
         if _least_step_s(candidate, [seconds for seconds, _ in stages]) >= self._below_s:
             return
         ranks = [
-            (candidate, id(prices.found), rank, tuple(stages[s][1] for s in candidate.stages_of(rank)))
+            (candidate, self.shardings, rank,
+             tuple(stages[s][1] for s in candidate.stages_of(rank)))
             for rank in range(candidate.mesh.pipeline)
-        ]
+        ]  # fmt: skip
         if not self.too_large.isdisjoint(ranks):
             return
         self.plans += 1
@@ -193,6 +198,24 @@ def least_once_s(
             total_s += sum(n * cost.collective_s(op, size, DATA) for op, n in moves[candidate.zero])
             total_s += cost.optimizer_s(piece, OPTIMIZER_TENSORS[work.optimizer] * piece)
     return total_s
+
+
+def least_state_bytes(
+    work: Workload, candidate: Candidate, state: Mapping[str, Placement]
+) -> float:
+    """Of the fullest rank, at least: parameters, gradients and what the optimizer holds."""
+    of_optimizer, of_gradient, of_parameter = (
+        candidate.mesh.data if candidate.zero >= stage else 1 for stage in (1, 2, 3)
+    )
+    total = 0.0
+    for item in work.graph.state:
+        if item.trainable:
+            share = candidate.mesh.tensor if isinstance(state[item.name], Shard) else 1
+            size = item.type.bytes(1) // share
+            held = OPTIMIZER_TENSORS[work.optimizer] * (size // of_optimizer)
+            gradient = item.type.bytes(1) // candidate.mesh.tensor // of_gradient
+            total += size // of_parameter + gradient + held
+    return total / candidate.mesh.pipeline
 
 
 def every_menu(work: Workload, found: Pieces, number: int) -> tuple[MenuPoint, ...]:

@@ -7,6 +7,8 @@ Input: an `Spmd` program, a stage and the texts of its blocks. Output: source li
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from codegen.block_text import BlockText
 from codegen.groups import Group
 from codegen.zero_text import around_backward, gradient_word, whole_weights
@@ -65,9 +67,12 @@ class StageText:
 
     def _forward(self) -> list[str]:
         lines = [f"def stage{self.number}_forward(ctx, w, x):", "    saved = []"]
-        for group in self.groups:
-            lines += self._forward_loop(group) if group.many else self._forward_call(group)
         sent = self._sent_values()
+        for group in self.groups:
+            dead = [name for name in self._last_read(group) if name not in sent]
+            lines += (
+                self._forward_loop(group, dead) if group.many else self._forward_call(group, dead)
+            )
         words = ", ".join(f"{name}={self._word(name)}" for name in sent)
         return [*lines, f"    return SimpleNamespace({words}), saved", "", ""]
 
@@ -82,6 +87,21 @@ class StageText:
         ends += [state.update for state in graph.state if state.update]
         leaving = [m.value for m in self.spmd.messages if m.source == self.number]
         return list(dict.fromkeys([*leaving, *(name for name in ends if name in made)]))
+
+    def _last_read(self, group: Group) -> list[str]:
+        """Values of calls that no later group reads: arguments and results of this one."""
+        place = self.groups.index(group)
+        later = {
+            value for other in self.groups[place + 1 :] for placed in other.calls
+            for value in self.spmd.call(placed).arguments
+        }  # fmt: skip
+        first, last = self.spmd.call(group.calls[0]), self.spmd.call(group.calls[-1])
+        names = dict.fromkeys((*first.arguments, *last.results))
+        return [n for n in names if n in self.spmd.makers and n not in later]
+
+    def _deleted(self, values: Sequence[str]) -> list[str]:
+        words = ", ".join(map(self._word, values))
+        return [f"    del {words}"] if words else []
 
     def _word(self, value: str) -> str:
         """How the stage function spells a graph-level value."""
@@ -107,7 +127,7 @@ class StageText:
         values = dict(zip(block.block.inputs, self.spmd.call(placed).arguments, strict=True))
         return [self._word(values[name]) for name in block.arguments]
 
-    def _forward_call(self, group: Group) -> list[str]:
+    def _forward_call(self, group: Group, dead: Sequence[str]) -> list[str]:
         block, placed = self.block(group), group.calls[0]
         words = ["ctx", self._weights(group, None, "forward"), *self._arguments(group, placed)]
         words += self._tail(group, str(placed.index), block)
@@ -115,9 +135,10 @@ class StageText:
         return [
             f"    {_tuple(outs)}, kept = {block.name}_forward({', '.join(words)})",
             "    saved.append(kept)",
+            *self._deleted(dead),
         ]
 
-    def _forward_loop(self, group: Group) -> list[str]:
+    def _forward_loop(self, group: Group, dead: Sequence[str]) -> list[str]:
         """Carried values keep one name, that of the last call's result, through the loop."""
         block = self.block(group)
         first, last = self.spmd.call(group.calls[0]), self.spmd.call(group.calls[-1])
@@ -127,6 +148,8 @@ class StageText:
             f"    {outs[result]} = {self._word(first.arguments[place])}"
             for place, result in group.carried
         ]
+        renamed = [first.arguments[place] for place, _ in group.carried]
+        lines += self._deleted([name for name in dead if name in renamed])
         words = []
         for place, name in enumerate(block.block.inputs):
             if name in block.arguments:
@@ -139,6 +162,7 @@ class StageText:
             f"    for i in range({len(group.calls)}):",
             f"        {_tuple(outs)}, kept = {block.name}_forward({', '.join(words)})",
             "        saved.append(kept)",
+            *self._deleted([name for name in dead if name not in renamed]),
         ]
 
     # backward
@@ -152,6 +176,7 @@ class StageText:
             if message.source == self.number and message.gradient and message.value not in have:
                 have.add(message.value)
                 lines.append(f"    d_{identifier(message.value)} = dy.{message.value}")
+                lines.append(f"    del dy.{message.value}")
         if self.spmd.stage_of[self.spmd.makers[self.spmd.graph.loss][0]] == self.number:
             kind = self.spmd.local_type_of(self.spmd.graph.loss)
             word = f"d_{identifier(self.spmd.graph.loss)}"
@@ -166,6 +191,7 @@ class StageText:
                 lines += self._backward_loop(group, have)
             else:
                 lines += self._backward_call(group, have)
+            lines += self._deleted_gradients(group, have)
         given = [
             m.value for m in self.spmd.messages
             if m.target == self.number and m.gradient and m.value in have
@@ -173,6 +199,21 @@ class StageText:
         words = ", ".join(f"{name}=d_{identifier(name)}" for name in given)
         more = ", pending" if self.splits else ""
         return [*lines, f"    return SimpleNamespace({words}){more}", "", ""]
+
+    def _deleted_gradients(self, group: Group, have: set[str]) -> list[str]:
+        """Behind a group: the gradients of its results, and those that nobody takes."""
+        if not self.block(group).has_backward:
+            return []
+        first, last = self.spmd.call(group.calls[0]), self.spmd.call(group.calls[-1])
+        made = {v for g in self.groups for p in g.calls for v in self.spmd.call(p).results}
+        names = dict.fromkeys((*self._tangents(group, group.calls[-1]), *first.arguments))
+        dead = [
+            name for name in names if name in have
+            and (name in last.results or name not in made and name not in self.received)
+        ]  # fmt: skip
+        have.difference_update(dead)
+        words = ", ".join(f"d_{identifier(name)}" for name in dead)
+        return [f"    del {words}"] if dead else []
 
     def _backward_weight(self) -> list[str]:
         """The second half of every block's backward, first block first: the last pending."""
@@ -232,7 +273,7 @@ class StageText:
             word = f"d_{identifier(values[name])}"
             if values[name] in have or word in targets:
                 targets.append(f"more_{len(targets)}")
-                sums.append(f"    {word} = {word} + {targets[-1]}")
+                sums += [f"    {word} = {word} + {targets[-1]}", f"    del {targets[-1]}"]
             else:
                 targets.append(word)
             have.add(values[name])

@@ -62,7 +62,43 @@ def factors_of(block: Block) -> Factors:
 
 @lru_cache(maxsize=512)
 def spread(block: Block, inputs: tuple[Placement, ...]) -> Spread:
-    """Batch placements of a block's values from those of its inputs."""
+    """Batch placements of a block's values from those of its inputs.
+
+    A partial sum that has to be completed is completed where it is small: before an op that makes
+    it larger, not after.
+    """
+    whole: set[Node] = set()
+    while True:
+        found = _spread(block, inputs, whole)
+        more = _enlarged_sums(block, found) - whole
+        if not more:
+            return found
+        whole |= more
+
+
+def _enlarged_sums(block: Block, found: Spread) -> set[Node]:
+    """The nodes that make a partial sum larger which is then completed."""
+    makers = {name: node for node in block.nodes for name in node.outputs}
+    nodes = set()
+    for _, name, _ in found.gathers(block):
+        maker = makers.get(name)
+        while maker is not None and found.place[name] == PARTIAL:
+            partial = [n for n in maker.operands if found.place[n] == PARTIAL]
+            small = [n for n in partial if _nominal_bytes(block, n) < _nominal_bytes(block, name)]
+            if small and PARTIAL in found.chosen[maker].operands:
+                nodes.add(maker)
+                break
+            name = partial[0] if len(partial) == 1 else name
+            maker = makers.get(name) if len(partial) == 1 else None
+    return nodes
+
+
+def _nominal_bytes(block: Block, name: str) -> int:
+    return block.types[name].bytes(NOMINAL_BATCH)
+
+
+def _spread(block: Block, inputs: tuple[Placement, ...], whole: set[Node]) -> Spread:
+    """By the cheapest strategy of each node; those in `whole` take no partial sums."""
     factors = factors_of(block)
     leaves = [leaf for leaf, size in factors.size.items() if size == BATCH]
     place: dict[str, Placement] = dict(zip(block.inputs, inputs, strict=True))
@@ -72,7 +108,10 @@ def spread(block: Block, inputs: tuple[Placement, ...]) -> Spread:
         if i == block.n_forward:
             place |= {tangent: dual(place[output]) for tangent, output in tangents.items()}
         names = node.operands
-        options = strategies(node, factors, leaves)
+        options = [
+            s for s in strategies(node, factors, leaves)
+            if node not in whole or PARTIAL not in s.operands
+        ]  # fmt: skip
         best = min(options, key=lambda s: _cost(s, names, place, block))
         chosen[node] = best
         results = [name for name in node.outputs if name in factors.dims]
@@ -93,7 +132,7 @@ def _cost(
         if not possible(have, want):
             return (float("inf"), 0)
         factor = 2 if have == PARTIAL and want == REPLICATE else 1
-        moved += factor * block.types[name].bytes(NOMINAL_BATCH) + 1
+        moved += factor * _nominal_bytes(block, name) + 1
     passes = any(
         want == PARTIAL == place[name] for name, want in zip(names, option.operands, strict=True)
     )
@@ -168,10 +207,18 @@ def needs_whole_batch(graph: Graph, batch_flow: Flow) -> str | None:
 
 
 def _source_text(block: Block, node: Node) -> str:
-    """Where a node comes from; backward nodes are where what they read was made."""
+    """Where a node comes from; backward nodes are where what they, or their next readers, read was
+    made."""
     makers = {name: made for made in block.forward for name in made.outputs}
-    near = [node, *(makers[name] for name in node.inputs if name in makers)]
-    return next((str(found.source) for found in near if str(found.source)), "")
+    seen, found = {node}, [node]
+    for near in found:
+        for made in (near, *(makers[name] for name in near.inputs if name in makers)):
+            if str(made.source):
+                return str(made.source)
+        readers = [n for n in block.nodes if n not in seen and set(n.inputs) & set(near.outputs)]
+        seen.update(readers)
+        found += readers
+    return ""
 
 
 def early_values(block: Block, allowed: set[str]) -> set[str]:

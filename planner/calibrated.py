@@ -236,6 +236,10 @@ class Calibrated:
         """All ranks of a stage to the next one's, at once."""
         return send_s(self.cluster, self.mesh, size_bytes, stage)
 
+    def announce_s(self, scalars: int) -> float:
+        """Left out: GPUs read the loss back after the step, while the next one runs."""
+        return 0.0
+
     def optimizer_s(self, parameter_bytes: float, state_bytes: float) -> float:
         """Read the gradient, read and write the parameter and the state; more when not fused, and
         what clipping and a scaled loss read and write before."""

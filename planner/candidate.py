@@ -128,7 +128,7 @@ class _Evaluation(StagePrices):
     def _held(self, stage: int) -> tuple[Held, ...]:
         """What one stage holds at the fullest moments of its rank, or of its own if it has one."""
         place, rank = divmod(stage, self.candidate.mesh.pipeline)
-        return tuple(dict.fromkeys(moment[place] for moment in self._moments(rank)))
+        return tuple(dict.fromkeys(moment[place] for moment in self.memories.moments(rank)))
 
     def _owners(self) -> dict[str, int]:
         """The first run that uses each state tensor; the first of all has the unused ones."""

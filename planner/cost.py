@@ -73,6 +73,9 @@ class CostModel(Protocol):
     def send_s(self, size_bytes: float, stage: int | None = None) -> float:
         """From pipeline stage `stage` to the next one; the slowest such pair if None."""
 
+    def announce_s(self, scalars: int) -> float:
+        """Once per step: the loss and metrics, summed over data ranks and told to all stages."""
+
     def optimizer_s(self, parameter_bytes: float, state_bytes: float) -> float:
         """The step's update of `parameter_bytes` with `state_bytes` of optimizer state."""
 
@@ -203,6 +206,10 @@ class Roofline:
         links = [self.mesh.neighbour_link(self.cluster, s) for s in stages]
         seconds = [size_bytes / k.bandwidth_bytes_per_s + k.latency_s for k in links]
         return _COLLECTIVE_BASE_S + max(seconds) if seconds else 0.0
+
+    def announce_s(self, scalars: int) -> float:
+        """Left out: it is the same for all plans of a mesh."""
+        return 0.0
 
     def optimizer_s(self, parameter_bytes: float, state_bytes: float) -> float:
         """Memory-bound: read the gradient, read and write the parameter and the state."""

@@ -2,7 +2,7 @@
 
 Input: the pieces, and which inputs of each variant are state. Output: per menu point its `Halves`,
 and menus whose working memory is that of the halves. The first half leaves what the second reads:
-it is held until then, and counted per stage by `pending_bytes`.
+it is held until then.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from ir.lower import Lowered
 from ir.recompute import kept_values
 from ir.split import Split, split_backward
-from ir.spmd import Spmd
 from planner.liveness import peak_bytes
 from planner.pieces import Pieces
 from planner.price import Seconds
@@ -93,20 +92,3 @@ def _working_bytes(
     )
     held = storage.bytes_of(kept), storage.bytes_of(split.pending)
     return max(0, first - held[0], second - held[1])
-
-
-def pending_bytes(program: Spmd, stage: int, found: Pieces, menu: Menu) -> int:
-    """Of one micro-batch on a stage, between the halves. What several blocks leave counts once:
-    the gradient that one hands to the block before is the same tensor there."""
-    held: dict[object, int] = {}
-    for placed in program.stages[stage]:
-        call, block = program.call(placed), program.block(placed)
-        names: dict[str, object] = dict(zip(block.inputs, call.arguments, strict=True))
-        lowered = found.lowered[placed.variant]
-        names |= dict(zip(lowered.outputs, call.results, strict=True))
-        made = dict(zip(block.outputs, call.results, strict=True))
-        names |= {tangent: ("gradient", made[output]) for output, tangent in block.tangents}
-        storage = found.storages[placed.variant]
-        for owner in menu[placed.variant, placed.keep].pending:
-            held[names.get(owner, (placed.index, owner))] = storage.size_bytes[owner]
-    return sum(held.values())

@@ -39,6 +39,8 @@ KERNEL_OF: Mapping[str, str] = {
 SCORE_BYTES = DTYPE_BYTES["float32"]
 ACCUMULATE_PASSES = 3.0
 """Read the sum and the new gradient, write the sum."""
+SCALAR_BYTES, ROW_BYTES = DTYPE_BYTES["float32"], DTYPE_BYTES["float64"]
+"""Of a loss or metric, and of its place in the row that the stages exchange."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,13 @@ class MeasuredCost:
     def _send_s(self, size_bytes: float, stage: int) -> float:
         found = self._collective("send", neighbours(self.cluster, self.mesh, stage))
         return found.curve.at(size_bytes) if found else self.catalogue.send_s(size_bytes, stage)
+
+    def announce_s(self, scalars: int) -> float:
+        """A sum over the data axis of each, and a row of all gathered over the pipeline, as
+        `runtime.results` does it: messages so short that only their latency counts."""
+        summed_s = self.collective_s("all_reduce", SCALAR_BYTES, "data")
+        row_bytes = ROW_BYTES * scalars * self.mesh.pipeline
+        return scalars * summed_s + self.collective_s("all_gather", row_bytes, "pipeline")
 
     def optimizer_s(self, parameter_bytes: float, state_bytes: float) -> float:
         """The measured update of one parameter, with clearing and storing its gradient."""

@@ -7,7 +7,7 @@ with these local shapes share.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ir.batch import Flow
@@ -17,6 +17,7 @@ from ir.lower import Degrees, Lowered, Sharding, whole_sharding
 from ir.recompute import state_inputs
 from ir.spmd import lower_all
 from ir.variants import Variant
+from planner.call_memory import CallMemory
 from planner.cost import CostModel
 from planner.price import NodeTimes, node_times
 from planner.recompute import MenuPoint, menu
@@ -26,7 +27,8 @@ from planner.storage import Storage, storage_of
 
 @dataclass(frozen=True)
 class Pieces:
-    """Per variant its sharding, lowered program, storages, node times and recompute menu."""
+    """Per variant its sharding, lowered program, storages, node times and recompute menu; the
+    bytes of menu points, by what they keep, as they get known."""
 
     shardings: tuple[Sharding, ...]
     state: dict[str, Placement]
@@ -34,6 +36,9 @@ class Pieces:
     storages: tuple[Storage, ...]
     times: tuple[NodeTimes, ...]
     menus: tuple[tuple[MenuPoint, ...], ...]
+    memories: dict[tuple[int, str, frozenset[str]], CallMemory] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
 
 def whole(graph: Graph, kinds: tuple[Variant, ...]) -> ShardingResult:

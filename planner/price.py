@@ -16,6 +16,7 @@ from ir.ops import op_def
 from ir.spmd import Spmd
 from planner.cost import CostModel
 from planner.exchange import is_bucketed, zero_members
+from planner.exchange_memory import NO_TAIL, Tail
 from planner.fusion import groups, library_members
 from planner.logits import logit_products
 from planner.storage import Storage
@@ -186,7 +187,8 @@ class StateCost:
     buckets (`planner.exchange`); what it moves tensor by tensor is in `sync_s`. `summed_bytes`:
     gradients that every micro-batch adds up, of `summed_tensors` parameters. `gather_s` and
     `scatter_s`: of one gather of a parameter and one scatter of its gradient, where every
-    micro-batch does them (`planner.zero`).
+    micro-batch does them (`planner.zero`). `scattering_bytes`: beside the gradient, during that
+    scatter; `tail`: once per step. Neither is known of totals.
     """
 
     parameter_bytes: int = 0
@@ -200,6 +202,8 @@ class StateCost:
     summed_tensors: int = 0
     gather_s: float = 0.0
     scatter_s: float = 0.0
+    scattering_bytes: int = 0
+    tail: Tail = NO_TAIL
 
     @property
     def held_bytes(self) -> int:

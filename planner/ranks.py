@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ir.plan import StageCost
 from ir.schedules import Held
-from planner.price import Seconds, StateCost
-from planner.schedule import StageTime
+from planner.price import Seconds
 
 Pair = tuple[Seconds, Seconds]
 
@@ -40,13 +38,3 @@ def most_held_bytes(
         )
         for moment in moments
     )
-
-
-def rank_cost(
-    stages: Sequence[StageCost], state: StateCost, saved_bytes: int, times: StageTime
-) -> StageCost:
-    """A rank: its state once, what it holds at its peak, and the most that a stage needs on top."""
-    return StageCost(
-        *times, state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes, saved_bytes,
-        max(stage.transient_bytes for stage in stages),
-    )  # fmt: skip

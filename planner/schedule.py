@@ -18,7 +18,7 @@ from ir.schedules import SCHEDULES, Held, held_over_time, schedule_order, splits
 
 __all__ = [
     "SCHEDULES", "StageTime", "bubble_s", "held_batches", "held_pieces", "in_flight", "moments",
-    "pipeline_step_s", "shared_step_s", "slowest_s",
+    "pipeline_step_s", "settled_batches", "shared_step_s", "slowest_s",
 ]  # fmt: skip
 
 StageTime = tuple[float, float]  # seconds of one micro-batch's forward and backward on a stage
@@ -54,10 +54,16 @@ def moments(
     >>> moments("zero-bubble", 1, 3, 8)
     ((Held(forward=1, weight=1),), (Held(forward=2, weight=1),))
     """
+    fewer = settled_batches(schedule, ranks, micro_batches)
+    return _moments(schedule, rank, ranks, fewer, virtual_stages)
+
+
+def settled_batches(schedule: str, ranks: int, micro_batches: int) -> int:
+    """As many micro-batches as show all that a rank ever holds, where rounds repeat."""
     repeats = schedule in ("1f1b", "zero-bubble") or micro_batches % ranks == 0  # equal rounds
-    if schedule != "gpipe" and repeats:
-        micro_batches = min(micro_batches, SETTLED * ranks)
-    return _moments(schedule, rank, ranks, micro_batches, virtual_stages)
+    if schedule == "gpipe" or not repeats:
+        return micro_batches
+    return min(micro_batches, SETTLED * ranks)
 
 
 def held_pieces(

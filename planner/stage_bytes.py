@@ -1,22 +1,19 @@
-"""The bytes of one pipeline stage: state, what is kept per micro-batch, the largest working set.
+"""Bytes of a pipeline stage that no walk of its functions finds: of the batch, and of habits.
 
 Input: the program with its stages, the pieces with their menus, the cost of each state tensor.
-Output: the parts of a `StageCost`. Values that several blocks of a stage keep count once.
+Output: bytes of one device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from ir.plan import StageCost
 from ir.spmd import Spmd, StageCall
 from planner.cost import CostModel
 from planner.exchange import zero_members
 from planner.pieces import Pieces
 from planner.price import StateCost
 from planner.recompute import MenuPoint
-from planner.schedule import StageTime
-from planner.zero import ZeroMoves
 
 
 def point_of(found: Pieces, placed: StageCall) -> MenuPoint:
@@ -30,28 +27,19 @@ def early_bytes(found: Pieces, variant: int) -> int:
     return sum(lowered.types[name].bytes(1) for name in lowered.early)
 
 
-def stage_cost(
-    program: Spmd, stage: int, found: Pieces, state: StateCost, gathered_bytes: int,
-    sent_bytes: int, flights: float, times: StageTime, moves: ZeroMoves,
-) -> StageCost:  # fmt: skip
-    """`state`: of the whole stage; `flights`: micro-batches that are kept at the peak, each with
-    `sent_bytes` of outputs."""
-    held: dict[object, int] = {}
-    transient = inner = 0
-    for placed in program.stages[stage]:
-        point, storage = point_of(found, placed), found.storages[placed.variant]
-        inner += point.inner_bytes
-        working = point.transient_bytes + moves.of(placed).whole_bytes
-        transient = max(transient, working + early_bytes(found, placed.variant))
-        call, block = program.call(placed), program.block(placed)
-        values = dict(zip(block.inputs, call.arguments, strict=True))
-        values |= dict(zip(found.lowered[placed.variant].outputs, call.results, strict=True))
-        for name in (*point.saved, *point.inputs):
-            held[values.get(name, (placed.index, name))] = storage.size_bytes[name]
-    return StageCost(
-        *times, state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes,
-        int(flights * (inner + sum(held.values()) + sent_bytes)), transient + gathered_bytes,
-    )  # fmt: skip
+def batch_bytes(program: Spmd, stages: Iterable[int]) -> int:
+    """This data rank's rows of the inputs that stages read, of all micro-batches; each once."""
+    read = {v for s in stages for p in program.stages[s] for v in program.call(p).arguments}
+    total = 0
+    for item in (item for item in program.graph.inputs if item.name in read):
+        whole_bytes = item.type.bytes(program.degrees.batch)
+        total += whole_bytes // (1 if item.batch_dim is None else program.degrees.data)
+    return total
+
+
+def is_shared(program: Spmd, name: str, ranks: int) -> bool:
+    """Whether several pipeline ranks hold a state tensor."""
+    return len({stage % ranks for stage in program.stages_of_state(name)}) > 1
 
 
 def sent_bytes(program: Spmd, stage: int, cost: CostModel) -> int:

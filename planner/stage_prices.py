@@ -11,20 +11,21 @@ from dataclasses import replace
 from itertools import groupby
 
 from ir.plan import Prediction, StageCost
-from ir.schedules import Held, schedule_order, splits_backward
+from ir.schedules import schedule_order, splits_backward
 from ir.spmd import Spmd, StageCall
 from planner.cost import CostModel
 from planner.exchange import Exchange, Load, exchange, exposed_send_s, exposed_tensor_s
-from planner.halves import Menu, all_halves, pending_bytes, with_working_memory
+from planner.halves import Menu, all_halves, with_working_memory
+from planner.memories import Memories
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.pipeline import Pipeline, Ports, StageSeconds, Tail, Transfer
 from planner.price import Seconds, StateCost
-from planner.ranks import by_rank, most_held_bytes, rank_cost
+from planner.ranks import by_rank
 from planner.recompute import MenuPoint
-from planner.schedule import StageTime, bubble_s, held_batches, moments, shared_step_s
+from planner.schedule import StageTime, bubble_s, shared_step_s
 from planner.sends import crossing_s
-from planner.stage_bytes import gathered_bytes, point_of, sent_bytes, stage_cost
+from planner.stage_bytes import point_of
 from planner.workload import Workload
 from planner.zero import ZeroMoves, held_costs, tied_s
 
@@ -56,6 +57,7 @@ class StagePrices:
             always = [self.program.always(number) for number in range(len(work.kinds))]
             self.halves = all_halves(found, always)
             self.found = with_working_memory(found, self.halves)
+        self.memories = Memories(candidate, self.found, cost, self.moves)
 
     def _names(self, calls: Sequence[int]) -> list[str]:
         """The state tensors that calls read, each once."""
@@ -94,11 +96,7 @@ class StagePrices:
     def _virtual(self) -> int:
         """Pieces of the model per pipeline rank: our stages, or those of a stack whose stages are
         not known one by one."""
-        return self._hidden_stages * self.candidate.virtual_stages
-
-    @property
-    def _hidden_stages(self) -> int:
-        return self.cost.traits.virtual_stages if self.candidate.mesh.pipeline > 1 else 1
+        return self.memories.hidden_stages * self.candidate.virtual_stages
 
     def _between_s(self, size_bytes: float, source: int, target: int) -> float:
         """From stage to stage. Between two stages of a rank nothing moves; from the last rank to
@@ -116,13 +114,6 @@ class StagePrices:
         return crossing_s(
             program, value, self.cost, lambda size: self._between_s(size, source, target)
         )
-
-    def _moments(self, rank: int) -> tuple[tuple[Held, ...], ...]:
-        candidate = self.candidate
-        return moments(
-            candidate.schedule, rank, candidate.mesh.pipeline, candidate.micro_batches,
-            candidate.virtual_stages,
-        )  # fmt: skip
 
     def prediction(self, program: Spmd, bound_s: float) -> Prediction:
         """Of a program with its stages; `bound_s`: what no other stages beat,
@@ -154,18 +145,18 @@ class StagePrices:
     def _stage_seconds(self, program: Spmd) -> list[tuple[Seconds, Seconds]]:
         """Forward and backward of a micro-batch, with the actual sends: on both their sides, or
         on the sender's where they meet what comes back."""
-        own = self._own_seconds(program)
+        own, hidden = self._own_seconds(program), self.memories.hidden_stages
         forward = [stage_forward for stage_forward, _, _ in own]
         backward = [stage_input + weights for _, stage_input, weights in own]
         for message in program.messages:
             send_s = self._crossing_s(program, message.value, message.source, message.target)
             ends = (message.source, message.target)
             for s in ends[:1] if self.cost.sends_meet else ends:
-                exposed_s = exposed_send_s(send_s, forward[s].compute_s, self._hidden_stages)
+                exposed_s = exposed_send_s(send_s, forward[s].compute_s, hidden)
                 forward[s] += Seconds(0.0, exposed_s)
             for s in ends[1:] if self.cost.sends_meet else ends:
                 if message.gradient:
-                    exposed_s = exposed_send_s(send_s, backward[s].compute_s, self._hidden_stages)
+                    exposed_s = exposed_send_s(send_s, backward[s].compute_s, hidden)
                     backward[s] += Seconds(0.0, exposed_s)
         return list(zip(forward, backward, strict=True))
 
@@ -220,12 +211,14 @@ class StagePrices:
     def _tails(
         self, program: Spmd, moves: Sequence[Exchange], backward_s: Sequence[float]
     ) -> list[tuple[float, float]]:
-        """Exposed seconds once per step, of each rank: gradients exchanged, parameters updated.
+        """Exposed seconds once per step, of each rank: gradients exchanged and the loss announced,
+        parameters updated.
 
         Where exchanges overlap, a later rank starts its own while the last backward still runs on
         the earlier ones.
         """
         tails = []
+        announce_s = self.cost.announce_s(1 + len(self.work.graph.metrics))
         for rank in range(self.candidate.mesh.pipeline):
             state, lead_s = self._state_of_rank(program, rank), 0.0
             if self.cost.traits.overlap_gradients:
@@ -233,7 +226,7 @@ class StagePrices:
             moved_s = sum(moves[s].step_s for s in self.candidate.stages_of(rank))
             names = self._rank_state(program, rank)
             sync_s = state.sync_s + moved_s + tied_s(program, names, self.state, self.cost)
-            tails.append((max(0.0, sync_s - lead_s), state.update_s))
+            tails.append((max(0.0, sync_s - lead_s) + announce_s, state.update_s))
         return tails
 
     def pipeline(self, program: Spmd, ports: Mapping[tuple[int, int], Ports]) -> Pipeline:
@@ -268,24 +261,11 @@ class StagePrices:
         return StateCost.total([self.state[name] for name in self._rank_state(program, rank)])
 
     def _rank_cost(self, program: Spmd, rank: int, times: StageTime) -> StageCost:
-        """All stages of a rank together."""
-        candidate, stages = self.candidate, self.candidate.stages_of(rank)
-        costs = [
-            stage_cost(
-                program, s, self.found, self._state_of_stage(program, s),
-                gathered_bytes(program, s, self.state, self.cost),
-                sent_bytes(program, s, self.cost), 1.0, times, self.moves,
-            ) for s in stages
-        ]  # fmt: skip
-        saved = [cost.saved_bytes for cost in costs]
-        pending = [
-            pending_bytes(program, s, self.found, self.halves) if self.halves else 0 for s in stages
-        ]
-        held = most_held_bytes(self._moments(rank), saved, pending)
-        if self._hidden_stages > 1:
-            flights = held_batches(
-                rank, candidate.mesh.pipeline, candidate.micro_batches, candidate.schedule,
-                self._hidden_stages,
-            )  # fmt: skip
-            held = int(flights * sum(saved))
-        return rank_cost(costs, self._state_of_rank(program, rank), held, times)
+        """All stages of a rank together: state, what is held at the fullest moment, and what its
+        instructions need beside that."""
+        names, state = self._rank_state(program, rank), self._state_of_rank(program, rank)
+        held_bytes, working_bytes = self.memories.of_rank(program, rank, names)
+        return StageCost(
+            *times, state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes,
+            held_bytes, working_bytes,
+        )  # fmt: skip

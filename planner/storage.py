@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ir.errors import UsageError
 from ir.graph import Node, TensorType
+from ir.layout import DATA
 from ir.lower import Lowered
 from ir.ops import op_def
 
@@ -26,6 +27,7 @@ _STRIDED: dict[str, Callable[[Tensor, Node, tuple[int, ...]], Tensor]] = {
     "permute": lambda x, node, shape: x.permute(node.args[1]),
     "slice.Tensor": lambda x, node, shape: torch.ops.aten.slice.Tensor(x, *node.args[1:]),
     "select.int": lambda x, node, shape: torch.ops.aten.select.int(x, *node.args[1:]),
+    "shard": lambda x, node, shape: _rows(x, node, shape),
     "view_as_real.default": lambda x, node, shape: torch.view_as_real(x),
     "view_as_complex.default": lambda x, node, shape: torch.view_as_complex(x),
 }
@@ -42,6 +44,20 @@ class Storage:
         """The bytes that hold these values, each storage once."""
         return sum(self.size_bytes[o] for o in dict.fromkeys(self.owner[n] for n in names))
 
+    def again(self, nodes: Iterable[Node], given: Iterable[str]) -> Storage:
+        """For nodes that may make a storage again of which `given` values, views, hold the old."""
+        nodes = tuple(nodes)
+        made = {name for node in nodes for name in node.outputs}
+        old = {name: f"old {o}" for name in given if (o := self.owner[name]) in made}
+        if not old:
+            return self
+        owner = self.owner | old
+        for node in nodes:
+            if node.outputs[0] in owner and self.is_alias(node):
+                owner[node.outputs[0]] = owner[node.operands[0]]
+        sizes = {name: self.size_bytes[self.owner[value]] for value, name in old.items()}
+        return Storage(owner, self.size_bytes | sizes)
+
     def is_alias(self, node: Node) -> bool:
         """Whether a node only looks at the memory of its operand."""
         return self.owner[node.outputs[0]] != node.outputs[0]
@@ -49,13 +65,25 @@ class Storage:
 
 def storage_of(lowered: Lowered) -> Storage:
     """Follows strides, on tensors without data, through all nodes of a block."""
-    types = lowered.types
+    tangents = [tangent for _, tangent in lowered.block.tangents]
+    given = (*lowered.block.inputs, *tangents, *lowered.early)
+    return _followed((*lowered.forward, *lowered.backward), given, lowered.types)
+
+
+def early_storage(lowered: Lowered) -> Storage:
+    """Of the prologue, which has other sizes."""
+    return _followed(lowered.prologue, lowered.block.inputs, lowered.early_types)
+
+
+def _followed(
+    nodes: Iterable[Node], given: Iterable[str], types: dict[str, TensorType]
+) -> Storage:
     shapes: dict[str, Tensor] = {}
     owner: dict[str, str] = {}
-    for name in (*lowered.block.inputs, *(t for _, t in lowered.block.tangents), *lowered.early):
+    for name in given:
         if name in types:
             shapes[name], owner[name] = _contiguous(types[name]), name
-    for node in (*lowered.forward, *lowered.backward):
+    for node in nodes:
         viewed = _viewed(node, shapes, types)
         if viewed is not None:
             source = node.operands[0]
@@ -65,6 +93,14 @@ def storage_of(lowered: Lowered) -> Storage:
             if name in types:
                 shapes[name], owner[name] = _like_operand(node, types[name], shapes), name
     return Storage(owner, {name: types[name].bytes(1) for name in set(owner.values())})
+
+
+def _rows(x: Tensor, node: Node, shape: tuple[int, ...]) -> Tensor:
+    """A micro-batch's rows of a value that is there for all; other pieces are copied."""
+    _, axis, dim, outer = node.args
+    if axis != DATA or outer != 1:
+        raise RuntimeError(f"{node.op} on the {axis} axis copies")
+    return x.narrow(dim, 0, shape[dim])
 
 
 def _contiguous(kind: TensorType) -> Tensor:

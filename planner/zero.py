@@ -15,13 +15,15 @@ Sums of a gradient over the tensor axis wait for the pieces; other moves on it c
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
+from typing import TypeAlias
 
 from ir.graph import DTYPE_BYTES, State
 from ir.layout import DATA
 from ir.spmd import Spmd, StageCall
 from planner.cost import CostModel
+from planner.exchange_memory import scattering_bytes, tail_of
 from planner.price import OPTIMIZER_TENSORS, StateCost, least_state_cost, state_cost
 
 
@@ -41,9 +43,13 @@ def held_costs(spmd: Spmd, cost: CostModel, optimizer: str) -> dict[str, StateCo
 
 def held_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateCost:
     """What holding, syncing and updating one state tensor takes on a stage that has it."""
+    divides = spmd.zero_of(name) > 0
+    found = (_divided_cost if divides else state_cost)(spmd, name, cost, optimizer)
+    return replace(found, tail=tail_of(spmd, name, optimizer))
+
+
+def _divided_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateCost:
     zero = spmd.zero_of(name)
-    if zero == 0:
-        return state_cost(spmd, name, cost, optimizer)
     local, ranks = spmd.state_type(name), spmd.degrees.data
     piece_bytes = ceil(local.elements(1) / ranks) * DTYPE_BYTES[local.dtype]
     padded_bytes = piece_bytes * ranks
@@ -63,6 +69,7 @@ def held_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateCo
         gathered_bytes=padded_bytes, summed_bytes=gradient_bytes, summed_tensors=1,
         gather_s=gather_each_s,
         scatter_s=scatter_s if zero >= 2 else 0.0,
+        scattering_bytes=scattering_bytes(spmd, name) if zero >= 2 else 0,
     )  # fmt: skip
 
 
@@ -135,6 +142,8 @@ class Moves:
 
 
 NOTHING = Moves()
+Names: TypeAlias = "tuple[tuple[str, ...], ...]"
+NO_NAMES: Names = ((), (), (), ())
 
 
 @dataclass
@@ -143,22 +152,28 @@ class ZeroMoves:
 
     program: Spmd
     state: Mapping[str, StateCost]
-    known: dict[tuple[tuple[str, ...], ...], Moves] = field(default_factory=dict)
-    names: dict[tuple[int, str], tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    known: dict[Names, Moves] = field(default_factory=dict)
+    names: dict[tuple[int, str], Names] = field(default_factory=dict)
 
     def of(self, placed: StageCall) -> Moves:
         if self.program.zero < 2:
             return NOTHING
+        names = self.names_of(placed)
+        if names not in self.known:
+            self.known[names] = self._moves(*names)
+        return self.known[names]
+
+    def names_of(self, placed: StageCall) -> Names:
+        """What a call gathers for its prologue, forward and backward, and what it scatters."""
+        if self.program.zero < 2:
+            return NO_NAMES
         key = (placed.index, placed.keep)
         if key not in self.names:
             program = self.program
             phases = ("prologue", "forward", "backward")
             gathered = (program.gathered(placed, phase) for phase in phases)
             self.names[key] = (*gathered, program.scattered(placed))
-        names = self.names[key]
-        if names not in self.known:
-            self.known[names] = self._moves(*names)
-        return self.known[names]
+        return self.names[key]
 
     def _moves(
         self, early: tuple[str, ...], forward: tuple[str, ...], backward: tuple[str, ...],

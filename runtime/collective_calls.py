@@ -19,6 +19,8 @@ from runtime.transport import Channel, Transport
 
 SIZES = (64, 512, 2**12, 2**15, 2**18, 2**21, 2**24, 2**26)
 QUICK_SIZES = (64, 2**12, 2**18, 2**22)
+WARM_UP = 3
+"""Calls until memory and connections are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class GroupCall:
     size_bytes: int
     run: Callable[[], Any]
     per: float = 1.0
+    warm_up: int = WARM_UP
 
 
 def collective_calls(transport: Transport, sizes: tuple[int, ...]) -> Iterator[GroupCall]:

@@ -35,7 +35,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int, outer: int = 1) -> tor
     """This rank's piece of the sum over the axis: `dim` shrinks by the axis size."""
     if axis.size == 1:
         return x
-    return _group(axis).reduce_scatter(cut(x, axis.size, dim, outer))
+    return _group(axis).reduce_scatter(torch.stack(cut(x, axis.size, dim, outer)))
 
 
 def all_to_all(
@@ -49,8 +49,8 @@ def all_to_all(
     """Moves the cut from `concat_dim`, which becomes whole, to `split_dim`, which is now cut."""
     if axis.size == 1:
         return x
-    pieces = _group(axis).all_to_all(cut(x, axis.size, split_dim, split_outer))
-    return join(pieces, concat_dim, concat_outer)
+    pieces = _group(axis).all_to_all(torch.stack(cut(x, axis.size, split_dim, split_outer)))
+    return join(pieces.unbind(), concat_dim, concat_outer)
 
 
 def shard(x: torch.Tensor, axis: Axis, dim: int, outer: int = 1) -> torch.Tensor:
@@ -65,8 +65,11 @@ def shard(x: torch.Tensor, axis: Axis, dim: int, outer: int = 1) -> torch.Tensor
 
 
 def first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """`x` on index 0 and zeros elsewhere: a replicated tensor becomes a partial sum."""
-    return x if axis.index == 0 else torch.zeros_like(x)
+    """`x` on index 0 and zeros elsewhere: a replicated tensor becomes a partial sum.
+
+    A copy, so that all ranks hold as much: a view would keep all of what it views.
+    """
+    return x.clone() if axis.index == 0 else torch.zeros_like(x)
 
 
 def cut(x: torch.Tensor, pieces: int, dim: int, outer: int = 1) -> tuple[torch.Tensor, ...]:

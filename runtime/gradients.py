@@ -47,20 +47,24 @@ def synchronised_gradients(
     Where it has room, the result is written over the accumulator, so that at most one gradient
     exists twice.
     """
-    gradients: list[torch.Tensor | None] = []
-    for entry, accumulator, updated in zip(
-        state.entries, state.accumulators, state.updated, strict=True
-    ):
-        if accumulator is None or updated is None:
-            gradients.append(None)
-            continue
-        gradient = _over_mesh(entry, accumulator, mesh)
-        if len(entry.ranks) > 1:
-            gradient = groups[entry.ranks].all_reduce(gradient, "sum")
-        _check_shape(entry, gradient, updated)
-        fits = gradient.numel() <= accumulator.numel()
-        gradients.append(_written_over(accumulator, gradient) if fits else gradient)
-    return tuple(gradients)
+    rows = zip(state.entries, state.accumulators, state.updated, strict=True)
+    return tuple(
+        None if accumulator is None or updated is None
+        else _synchronised(entry, accumulator, updated, mesh, groups)
+        for entry, accumulator, updated in rows
+    )  # fmt: skip
+
+
+def _synchronised(
+    entry: StateEntry, accumulator: torch.Tensor, updated: torch.Tensor, mesh: Mesh,
+    groups: SharingGroups,
+) -> torch.Tensor:  # fmt: skip
+    gradient = _over_mesh(entry, accumulator, mesh)
+    if len(entry.ranks) > 1:
+        gradient = groups[entry.ranks].all_reduce(gradient, "sum")
+    _check_shape(entry, gradient, updated)
+    fits = gradient.numel() <= accumulator.numel()
+    return _written_over(accumulator, gradient) if fits else gradient
 
 
 def _over_mesh(entry: StateEntry, accumulator: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -1,15 +1,17 @@
 """The kernels that are measured, as emitted programs call them, at given sizes.
 
 Output: `Call`s with the name, size and dtype under which the measurement is kept, and the `company`
-that they keep. The last results stay alive, so that new ones are written elsewhere. Sizes are bytes
-of operands and results, each once.
+that they keep. In a program a kernel's first operand is what the one before just made; the others
+were mostly saved long ago, and results are saved where others were: both have left the caches. So
+here the first operand is the same in every call, the others take turns, and results stay alive for
+some calls. Sizes are bytes of operands and results, each once.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import torch
@@ -18,6 +20,10 @@ from torch import Tensor
 from runtime import ops
 
 RING = 2
+"""Results kept alive where a kernel computes more than it reads."""
+COLD_BYTES, MOST_TURNS = 2**25, 64
+"""Tensors that take turns have so many bytes together, more than the caches of a few cores, unless
+they are so small that there would be too many of them."""
 WIDTH = 128
 """Elements of a row of the measured tensors."""
 COMPANY_BYTES = 2**13
@@ -34,7 +40,8 @@ ADAMW_TENSORS = 4
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One measurement: `size` is bytes, or (m, n, k); `per` units of it happen in a call."""
+    """One measurement: `size` is bytes, or (m, n, k); `per` units of it happen in a
+    call; after `warm_up` calls all memory is in use."""
 
     name: str
     size: float | tuple[int, ...]
@@ -43,6 +50,7 @@ class Call:
     batch: int = 0
     head_dim: int = 0
     per: float = 1.0
+    warm_up: int = RING + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +102,27 @@ def _rows(size_bytes: float, tensors: float, device: torch.device) -> Tensor:
     return torch.randn(max(1, elements // width), width, device=device)
 
 
-def _pair(size_bytes: float, tensors: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def _turns(size_bytes: float) -> int:
+    """How many tensors of that size take turns."""
+    return max(RING, min(MOST_TURNS, int(COLD_BYTES / max(1.0, size_bytes))))
+
+
+def _cold(x: Tensor) -> Iterator[Tensor]:
+    """Endless copies of `x`, each of which was last read so long ago that no cache has it."""
+    return cycle([x.clone() for _ in range(_turns(x.nbytes))])
+
+
+def _pair(
+    size_bytes: float, tensors: float, device: torch.device
+) -> tuple[Tensor, Iterator[Tensor]]:
+    """An operand that was just made, and others that were saved."""
     x = _rows(size_bytes, tensors, device)
-    return x, torch.randn_like(x)
+    return x, _cold(torch.randn_like(x))
 
 
 def _elementwise(size_bytes: int, device: torch.device) -> Callable[[], Any]:
-    x, y = _pair(size_bytes, 3, device)
-    return lambda: x * y
+    x, saved = _pair(size_bytes, 3, device)
+    return lambda: x * next(saved)
 
 
 def _unary(function: Callable[[Tensor], Tensor]) -> Callable[[int, torch.device], Any]:
@@ -126,8 +147,8 @@ def _copy(size_bytes: int, device: torch.device) -> Callable[[], Any]:
 
 
 def _cat(size_bytes: int, device: torch.device) -> Callable[[], Any]:
-    x, y = _pair(size_bytes, 4, device)
-    return lambda: torch.cat([x, y], -1)
+    x, saved = _pair(size_bytes, 4, device)
+    return lambda: torch.cat([x, next(saved)], -1)
 
 
 def _gather(size_bytes: int, device: torch.device) -> Callable[[], Any]:
@@ -149,9 +170,10 @@ def _normalize(size_bytes: int, device: torch.device) -> Callable[[], Any]:
 
 
 def _normalize_backward(size_bytes: int, device: torch.device) -> Callable[[], Any]:
-    x, gradient = _pair(size_bytes, 3, device)
-    normalised, rstd = ops.normalize(x, 1, 1e-5)
-    return lambda: ops.normalize_backward(gradient, normalised, rstd, 1)
+    gradient = _rows(size_bytes, 3, device)
+    normalised, rstd = ops.normalize(torch.randn_like(gradient), 1, 1e-5)
+    saved = _cold(normalised)
+    return lambda: ops.normalize_backward(gradient, next(saved), rstd, 1)
 
 
 def _logits(size_bytes: float, tensors: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -168,7 +190,8 @@ def _cross_entropy(size_bytes: int, device: torch.device) -> Callable[[], Any]:
 def _cross_entropy_backward(size_bytes: int, device: torch.device) -> Callable[[], Any]:
     logits, targets = _logits(size_bytes, 2, device)
     losses, logsumexp = ops.cross_entropy(logits, targets, -100)
-    return lambda: ops.cross_entropy_backward(losses, logits, targets, logsumexp, -100)
+    saved = _cold(logits)
+    return lambda: ops.cross_entropy_backward(losses, next(saved), targets, logsumexp, -100)
 
 
 KERNELS: dict[str, Callable[[int, torch.device], Callable[[], Any]]] = {
@@ -195,7 +218,10 @@ def _curve_call(
     size_bytes: int,
     device: torch.device,
 ) -> Call:
-    return Call(name, float(size_bytes), _kept(make(size_bytes, device)))
+    run = make(size_bytes, device)
+    made = run()
+    turns = _turns(made.nbytes if isinstance(made, Tensor) else sum(x.nbytes for x in made))
+    return Call(name, float(size_bytes), _kept(run, turns), warm_up=turns + 1)
 
 
 def company(device: torch.device) -> Callable[[], None]:
@@ -212,9 +238,9 @@ def company(device: torch.device) -> Callable[[], None]:
     return run
 
 
-def _kept(call: Callable[[], Any]) -> Callable[[], None]:
-    """Keeps the last few results alive, so that new ones are written elsewhere."""
-    ring: deque[Any] = deque(maxlen=RING)
+def _kept(call: Callable[[], Any], results: int = RING) -> Callable[[], None]:
+    """Keeps the last results alive, so that new ones are written elsewhere."""
+    ring: deque[Any] = deque(maxlen=results)
     return lambda: ring.append(call())
 
 

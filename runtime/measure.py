@@ -20,13 +20,11 @@ import torch.distributed as dist
 
 from runtime.collective_calls import QUICK_SIZES, SIZES, GroupCall, collective_calls
 from runtime.errors import run_main
-from runtime.kernel_calls import QUICK, RING, Call, Sizes, company, kernel_calls, product_calls
+from runtime.kernel_calls import QUICK, Call, Sizes, company, kernel_calls, product_calls
 from runtime.processes import ProcessTransport, connect_processes, disconnect
 from runtime.stopwatch import Agree, Sample, Stopwatch, alone, slowdown
 
 CUDA_DTYPES = ("bfloat16", "float16")
-LARGE_BYTES = 2**25 - 2**16
-"""Just below the 32 MiB above which freed memory always goes back to the system."""
 BLOCK_S, TIME_SLICE_S = 0.004, 0.012
 """Blocks of kernels and of collectives: the latter wait for each other, for some time slices."""
 BUDGET_S, QUICK_BUDGET_S = 0.08, 0.04
@@ -57,7 +55,6 @@ def measure(transport: ProcessTransport, *, quick: bool) -> Found:
     part of, and every time is multiplied by the ranks' least slowdown; several threads wait for
     each other, so that only the wall clock sees what they take.
     """
-    _settle_allocator(transport.device)
     others = company(transport.device)
     watch = _kernel_watch(transport, others, quick=quick)
     limit_s = QUICK_LIMIT_S if quick else LIMIT_S
@@ -87,7 +84,7 @@ def _timed(
         if _is_over(watch.agree, end_s):
             return [*rows, None]
         _show(transport, call, len(rows))
-        rows.append(_row(call, watch.time(call.run, RING + 1)))
+        rows.append(_row(call, watch.time(call.run, call.warm_up)))
     return rows
 
 
@@ -134,12 +131,6 @@ def _kernels(transport: ProcessTransport, *, quick: bool) -> Iterator[Call]:
         yield from kernel_calls(sizes, transport.device)
         for dtype in sizes.low_dtypes:
             yield from product_calls(sizes.low_sides, dtype, transport.device)
-
-
-def _settle_allocator(device: torch.device) -> None:
-    """Frees one large tensor: the C library keeps memory for reuse up to the size of what was
-    freed before (mallopt(3), M_MMAP_THRESHOLD), as it does in a program after its first step."""
-    torch.ones(LARGE_BYTES // 4, device=device)
 
 
 def _row(call: Call | GroupCall, sample: Sample) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.errors import UsageError
+from runtime.host_memory import keep_freed_memory
 from runtime.transport import Reduction
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -37,6 +38,8 @@ def connect_processes(device: str | None = None, *, timeout_s: float = 600.0) ->
     chosen = _choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    else:
+        keep_freed_memory()
     if not dist.is_initialized():
         backend = "nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
@@ -106,24 +109,21 @@ class ProcessGroup:
         ALL_GATHER(everyone, mine, group=self._group)
         return everyone.view(x.dtype).reshape(self.size, *x.shape)
 
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-        if isinstance(pieces, torch.Tensor):
-            stacked = pieces.contiguous()
-        else:
-            stacked = torch.stack(list(pieces))
-        if stacked.dtype == torch.bool:  # a sum of booleans is "or"
-            return self.reduce_scatter(list(stacked.to(torch.int32))).to(torch.bool)
-        if stacked.is_complex():
-            stacked = torch.view_as_real(stacked)
-        result = torch.empty_like(stacked[0])
-        REDUCE_SCATTER(result.view(-1), stacked.view(-1), group=self._group)
-        return torch.view_as_complex(result) if pieces[0].is_complex() else result
+    def reduce_scatter(self, pieces: torch.Tensor) -> torch.Tensor:
+        if pieces.dtype == torch.bool:  # a sum of booleans is "or"
+            return self.reduce_scatter(pieces.to(torch.int32)).to(torch.bool)
+        row = pieces.contiguous()
+        if row.is_complex():
+            row = torch.view_as_real(row)
+        result = torch.empty_like(row[0])
+        REDUCE_SCATTER(result.view(-1), row.view(-1), group=self._group)
+        return torch.view_as_complex(result) if pieces.is_complex() else result
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        outgoing = torch.stack([as_bytes(piece) for piece in pieces])
+    def all_to_all(self, pieces: torch.Tensor) -> torch.Tensor:
+        outgoing = as_bytes(pieces)
         incoming = torch.empty_like(outgoing)
         dist.all_to_all_single(incoming, outgoing, group=self._group)
-        return [from_bytes(row, pieces[0]) for row in incoming]
+        return from_bytes(incoming, pieces)
 
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
         carried = as_bytes(x).clone()

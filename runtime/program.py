@@ -64,8 +64,8 @@ class Context:
         return cut(x, pieces, dim, outer)[self._batch_index()]
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` on the first data rank's first micro-batch, else zeros: a partial sum over both."""
-        return x if self._batch_index() == 0 else torch.zeros_like(x)
+        """A copy of `x` on the first data rank's first micro-batch, else zeros: a partial sum."""
+        return x.clone() if self._batch_index() == 0 else torch.zeros_like(x)
 
     def where(
         self,

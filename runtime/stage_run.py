@@ -111,8 +111,9 @@ class StageRun:
         self._functions.backward_weight(context, self._weights, self._accumulators, pending)
 
     def end(self) -> None:
-        """Forgets the batch of the step."""
+        """Forgets the batch of the step, and what the prologue made of it."""
         self._inputs = {}
+        self._context = self._context.at(0, 1, None)
 
     def _at(self, micro: int) -> Context:
         return self._context.at(micro, self._layout.micro_batches, self._context.prologue)

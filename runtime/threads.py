@@ -100,7 +100,7 @@ class Meeting:
         self._round = 0
         self._values: dict[int, object] = {}
         self._subjects: dict[int, tuple[object, ...]] = {}
-        self._results: Sequence[object] = ()
+        self._results: list[object] = []
 
     def exchange(
         self,
@@ -123,6 +123,7 @@ class Meeting:
                 wait = Wait(self.ranks[index], str(subject[0]), self._missing)
                 self._world.wait(self.condition, lambda: self._round != mine, wait)
             result: Result = self._results[index]  # type: ignore[assignment]
+            self._results[index] = None  # a member frees its own
             return result
 
     def _missing(self) -> list[int]:
@@ -132,7 +133,7 @@ class Meeting:
         if len(set(self._subjects.values())) > 1:
             said = "; ".join(f"rank {self.ranks[i]}: {self._subjects[i]}" for i in self._indices())
             raise CollectiveMismatch(f"ranks met in one collective with different requests: {said}")
-        self._results = combine([self._values[i] for i in self._indices()])  # type: ignore[misc]
+        self._results = list(combine([self._values[i] for i in self._indices()]))  # type: ignore[misc]
         self._values.clear()
         self._subjects.clear()
         self._round += 1
@@ -193,18 +194,18 @@ class ThreadGroup:
 
         return self._exchange("all_gather", [x], combine)
 
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, pieces: torch.Tensor) -> torch.Tensor:
         def combine(values: list[Tensors]) -> list[torch.Tensor]:
             columns = zip(*values, strict=True)
             return [reduce_in_order(list(column), "sum") for column in columns]
 
         return self._exchange("reduce_scatter", list(pieces), combine)
 
-    def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        def combine(values: list[Tensors]) -> list[list[torch.Tensor]]:
-            return [[piece.clone() for piece in column] for column in zip(*values, strict=True)]
+    def all_to_all(self, pieces: torch.Tensor) -> torch.Tensor:
+        def combine(values: list[Tensors]) -> list[torch.Tensor]:
+            return [torch.stack(column) for column in zip(*values, strict=True)]
 
-        return self._exchange("all_to_all", pieces, combine)
+        return self._exchange("all_to_all", list(pieces), combine)
 
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
         def combine(values: list[Tensors]) -> list[torch.Tensor]:

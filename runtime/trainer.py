@@ -87,6 +87,7 @@ class Trainer:
 
     def step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One training step on the GLOBAL batch, given as the model takes it; the global loss."""
+        self._gradients = None  # those of the step before may have memory of their own
         batch = local_batch(self.layout, self.mesh, args, kwargs)
         context = Context(self.mesh, self.device, self._seed, self.steps_done, 0, 1)
         outcome = self._executor.run(batch, context, self._update)

@@ -29,14 +29,11 @@ class Group(Protocol):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every member's `x`, stacked by index: a contiguous (size, *x.shape)."""
 
-    def reduce_scatter(self, pieces: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
-        """The sum over the members of their `pieces[index]`; one piece per member, equal shapes.
+    def reduce_scatter(self, pieces: torch.Tensor) -> torch.Tensor:
+        """The sum over the members of their `pieces[index]`: a contiguous (size, *shape)."""
 
-        A tensor stands for its rows, and where it is contiguous it is not copied first.
-        """
-
-    def all_to_all(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """From every member the piece that it holds for this one; equal shapes."""
+    def all_to_all(self, pieces: torch.Tensor) -> torch.Tensor:
+        """From every member its `pieces[index]`, stacked by member; contiguous (size, *shape)."""
 
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
         """The `x` of the member with index `root`; the others give a tensor of that shape."""

@@ -6,7 +6,7 @@ model, and how codegen writes it. An operation without a row is replicated and r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -93,6 +93,28 @@ SIGNATURES: dict[str, tuple[SignatureRule, str]] = {
     "tril.default": (along(lambda node: (-2, -1), linear=linear_in(0)), "memory"),
     "triu.default": (along(lambda node: (-2, -1), linear=linear_in(0)), "memory"),
 }
+
+
+def _last(count: int) -> Callable[[Node], Any]:
+    """The last dims, whatever the node."""
+    return lambda _: tuple(range(-count, 0))
+
+
+def _windows() -> Iterator[tuple[str, tuple[SignatureRule, str]]]:
+    """Pooling and padding: rows and channels are free, the dims that windows move over are not."""
+    kinds = {
+        "max_pool{}_with_indices": (), "avg_pool{}": linear_in(0),
+        "_adaptive_avg_pool{}": linear_in(0), "reflection_pad{}": linear_in(0),
+        "replication_pad{}": linear_in(0),
+    }  # fmt: skip
+    for count in (2, 3):
+        for name, linear in kinds.items():
+            base = name.format(f"{count}d")
+            yield f"{base}.default", (along(_last(count), linear=linear), "memory")
+            yield f"{base}_backward.default", (along(_last(count), linear=linear_in(0)), "memory")
+
+
+SIGNATURES |= dict(_windows())
 
 LINEAR: dict[str, tuple[frozenset[int], ...]] = {
     "add.Tensor": linear_in((0, 1)),

@@ -1,6 +1,7 @@
 """More examples for the op table: the ATen operations that keep their names."""
 
 import torch
+from torch.nn import functional
 
 from tests.ir.op_examples import EXAMPLES, GENERATOR, N, example, real, whole_numbers
 
@@ -111,3 +112,28 @@ example("huber_loss.default", (*SMOOTH, 0, 0.5), 2)
 example("smooth_l1_loss.default", (*SMOOTH, 0, 0.5), 2)
 example("clamp.default", (grid, -0.5, None), 2)
 
+
+
+def windows(name: str, forward: tuple, backward: tuple, partials: int) -> None:
+    """Pooling and padding: rows and channels may be cut."""
+    example(f"{name}.default", forward, 2, partials)
+    example(f"{name}_backward.default", backward, 2, 1)
+
+
+image, volume = real(N, N, 6, 4), real(N, N, 4, 4, 4)
+pooled, places = torch.ops.aten.max_pool2d_with_indices.default(image, [2, 2])
+windows("max_pool2d_with_indices", (image, [2, 2]),
+        (pooled, image, [2, 2], [2, 2], [0, 0], [1, 1], False, places), 0)  # fmt: skip
+pooled, places = torch.ops.aten.max_pool3d_with_indices.default(volume, [2, 2, 2])
+windows("max_pool3d_with_indices", (volume, [2, 2, 2]),
+        (pooled, volume, [2] * 3, [2] * 3, [0] * 3, [1] * 3, False, places), 0)  # fmt: skip
+for dims, x in (("2d", image), ("3d", volume)):
+    count = x.dim() - 2
+    half, two = real(N, N, *(size // 2 for size in x.shape[2:])), [2] * count
+    windows(f"avg_pool{dims}", (x, two),
+            (half, x, two, two, [0] * count, False, True, None), 1)  # fmt: skip
+    windows(f"_adaptive_avg_pool{dims}", (x, list(half.shape[2:])), (half, x), 1)
+    for name in ("reflection_pad", "replication_pad"):
+        edges = [1, 2] + [1, 0] * (count - 1)
+        padded = functional.pad(x, edges)
+        windows(f"{name}{dims}", (x, edges), (torch.randn_like(padded), x, edges), 1)

@@ -35,10 +35,10 @@ def random_degrees(random: Random, rows: int, calls: int) -> tuple[int, Degrees]
 
 def random_plan(
     graph: Graph, rows: int, random: Random, *, mesh: tuple[int, Degrees] | None = None,
-    zero: int | None = None,
+    zero: int | None = None, order: tuple[str, int] | None = None,
 ) -> Plan:  # fmt: skip
-    """Stages, degrees and ZeRO stage may be given. Raises `Refused` where the micro-batches of the
-    draw would change the numbers."""
+    """Stages, degrees, ZeRO stage and (schedule, stages per rank) may be given. Raises `Refused`
+    where the micro-batches of the draw would change the numbers."""
     batch_flow, kinds = kinds_of(graph)
     pipeline, degrees = mesh or random_degrees(random, rows, len(graph.calls))
     ports = connect(graph, kinds)
@@ -48,7 +48,9 @@ def random_plan(
         {label: _random_subset(graph, kind, piece, random) for label in LABELS}
         for kind, piece in zip(kinds, lowered, strict=True)
     ]
-    schedule, virtual = random_schedule(random, pipeline, degrees.micro_batches, len(graph.calls))
+    schedule, virtual = order or random_schedule(
+        random, pipeline, degrees.micro_batches, len(graph.calls)
+    )
     stages = _random_stages(len(graph.calls), pipeline * virtual, random)
     zero = random.choice([0, 1, 2, 3]) if zero is None else zero
     if zero >= 2 and degrees.data > 1 and schedule == "zero-bubble":  # not offered together

@@ -99,6 +99,23 @@ def test_a_send_is_paid_once() -> None:
     assert cost.send_s(64, 0) == 1e-4
 
 
+def test_the_loss_is_announced_once_per_step() -> None:
+    gather = Collective("all_gather", 4, 2, 2, Curve((64.0, 2**20), (3e-4, 2e-3)))
+    machine = replace(MACHINE, calibration=replace(MEASURED, collectives=(REDUCE, gather)))
+
+    def seconds(mesh: Mesh, scalars: int = 1) -> float:
+        return cost_model(machine, mesh).announce_s(scalars)
+
+    summed_s = cost_model(machine, Mesh(1, 2, 1)).collective_s("all_reduce", 4, "data")
+    told_s = cost_model(machine, Mesh(2, 1, 1)).collective_s("all_gather", 16, "pipeline")
+    assert summed_s > 1e-4 and told_s > 1e-4
+    assert seconds(Mesh(1, 1, 1)) == seconds(Mesh(1, 1, 2)) == 0.0
+    assert seconds(Mesh(1, 2, 1), 3) == pytest.approx(3 * summed_s)
+    assert seconds(Mesh(2, 1, 1)) == pytest.approx(told_s)
+    assert seconds(Mesh(2, 2, 1)) == pytest.approx(summed_s + told_s)
+    assert Roofline(Cluster.local(4), Mesh(2, 2, 1)).announce_s(1) == 0.0
+
+
 def test_stages_that_wait_leave_their_cores_to_others() -> None:
     assert model(Mesh(2, 2, 1)).core_sharing == 2.0
     assert model(Mesh(1, 2, 2)).core_sharing == 1.0

@@ -4,11 +4,11 @@
 
 In: `benchmarks/data/rows.csv` and `expert_configs.csv` (dense models, pre-training, no context
 parallelism). Rows of one model, sequence length, cluster and global batch are a group. Of each the
-configuration that `predict` says fits and is fastest is planned again with its mesh, micro-batches,
-schedule, ZeRO stage and recomputation pinned, and compared with the free plan: both are priced as
-the emitted program runs, whatever the expert's software. With --all every distinct configuration
-of a group is pinned. Out: a line per configuration; exit status 1 if a plan is slower by more than
-the search's gap.
+fastest configuration that fits, by `predict` and as the emitted program runs, is planned again with
+its mesh, micro-batches, schedule, ZeRO stage and recomputation pinned, and compared with the free
+plan: both are priced as the emitted program, whatever the expert's software. With --all every
+distinct configuration of a group is pinned. Out: a line per configuration; exit status 1 if a plan
+is slower by more than the search's gap.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def _dtype(row: Row) -> str:
     return "fp16" if row["precision"] == "fp16" else "bf16"
 
 
-def experts(members: list[Row], graphs: RowGraphs, *, every: bool) -> list[Expert]:
-    """The fastest configuration that fits, or one of each kind, fastest first."""
+def experts(members: list[Row], graphs: RowGraphs) -> list[Expert]:
+    """The configurations that fit, one of each kind, fastest first."""
     predictor, found = Predictor(), dict[str, Expert]()
     for row in members:
         try:
@@ -138,8 +138,7 @@ def experts(members: list[Row], graphs: RowGraphs, *, every: bool) -> list[Exper
             continue  # predict does not represent it
         if expert.predicted.fits:
             found.setdefault(str(expert.pins), expert)
-    ordered = sorted(found.values(), key=lambda expert: expert.predicted.step_s)
-    return ordered if every else ordered[:1]
+    return sorted(found.values(), key=lambda expert: expert.predicted.step_s)
 
 
 def pinned(graph: Graph, cluster: Cluster, batch: int, expert: Expert) -> Plan | str:
@@ -151,9 +150,9 @@ def pinned(graph: Graph, cluster: Cluster, batch: int, expert: Expert) -> Plan |
 
 
 def compare(name: str, members: list[Row], graphs: RowGraphs, *, every: bool) -> list[float]:
-    """Prints a group; the plan's step over that of each expert."""
+    """Prints a group; the plan's step over that of the first expert that can be had, or of all."""
     ratios = []
-    chosen = experts(members, graphs, every=every)
+    chosen = experts(members, graphs)
     if not chosen:
         print(f"skip  {name}: predict represents no row of it, or none fits", flush=True)
         return []
@@ -173,6 +172,8 @@ def compare(name: str, members: list[Row], graphs: RowGraphs, *, every: bool) ->
             f"plan {_words(free)}  bound {free.prediction.bound_s / free.prediction.step_s:.3f}",
             flush=True,
         )
+        if not every:
+            break
     return ratios
 
 

@@ -41,16 +41,16 @@ def few_nodes(seed: int) -> Instance:
     rng = random.Random(seed)
     width, hidden, ops = rng.choice(WIDTHS), rng.choice(WIDTHS), rng.choice(OPS)
     name = f"{'-'.join(ops)} {width}x{hidden}"
-    return _drawn(rng, name, _nodes(width, hidden, ops), TWO, (2, 4, 32))
+    return _drawn(rng, name, _nodes(width, hidden, ops), TWO, (2, 4))
 
 
 def few_layers(seed: int) -> Instance:
-    """A chain of two to five layers, on two to eight devices."""
+    """A chain of two to four layers, on two to eight devices."""
     rng = random.Random(1000 + seed)
-    depth, width = rng.randint(2, 4), rng.choice(WIDTHS)
+    depth, width = rng.randint(2, 3), rng.choice(WIDTHS)
     residual, heavy = rng.random() < 0.5, rng.random() < 0.5
     name = f"{depth} layers of {width}{' residual' * residual}{' heavy' * heavy}"
-    return _drawn(rng, name, _layers(depth, width, residual, heavy), MORE, (2, 4, 6, 8))
+    return _drawn(rng, name, _layers(depth, width, residual, heavy), MORE, (2, 4))
 
 
 @cache

@@ -26,6 +26,7 @@ from ir.device import find_device
 from ir.errors import UsageError
 from ir.nccl_tests import read_nccl_tests
 from ir.topology import CPU, ram_bytes
+from ir.whole_file import check_writable, write_whole
 from ir.yaml_values import load_yaml
 from runtime.launch import run_ranks
 from runtime.stopwatch import NOISE_LIMIT
@@ -179,9 +180,8 @@ def _depth(head_dim: int) -> str:
     return f"head_dim {head_dim}" if head_dim else ""
 
 
-def with_nccl_tests(values: dict[str, Any], files: Sequence[str]) -> dict[str, Any]:
+def with_nccl_tests(values: dict[str, Any], read: Sequence[Collective]) -> dict[str, Any]:
     """A cluster file's values with the collectives of nccl-tests outputs; these count first."""
-    read = [_nccl_tests(Path(file)) for file in files]
     added = Calibration(0, (), tuple(read)).to_json()["collectives"]
     kept = [c for c in values.get("collectives", []) if not any(_same(c, new) for new in added)]
     base = (
@@ -195,7 +195,8 @@ def _same(one: Row, other: Row) -> bool:
     return all(one[key] == other[key] for key in ("op", "processes", "members", "members_near"))
 
 
-def _nccl_tests(path: Path) -> Collective:
+def read_output(path: Path) -> Collective:
+    """What nccl-tests printed into a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -224,6 +225,10 @@ def calibrate_command(options: argparse.Namespace) -> int:
         print(line, file=out, flush=True)
 
     left_out: list[str] = []
+    if not options.out.endswith((".yaml", ".yml")):
+        raise UsageError(f"--out {options.out}: a cluster file is called .yaml, as machine.yaml.")
+    check_writable(options.out)
+    read = [read_output(Path(file)) for file in options.nccl_tests or ()]
     if options.cluster:
         if not options.nccl_tests:
             raise UsageError("--cluster describes hardware elsewhere: add --nccl-tests FILE of it")
@@ -231,10 +236,10 @@ def calibrate_command(options: argparse.Namespace) -> int:
     else:
         values, left_out = calibrate(options.processes, quick=options.quick, say=say)
     if options.nccl_tests:
-        values = with_nccl_tests(values, options.nccl_tests)
+        values = with_nccl_tests(values, read)
     path = Path(options.out)
     text = yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=100)
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, text)
     cluster = Cluster.parse(str(path))  # what is written can be read
     for line in left_out:
         say(f"left out: {line}")

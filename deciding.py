@@ -6,9 +6,10 @@ that was read or made. Where nothing fits, the error says what would.
 
 import argparse
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from ir.cluster import Cluster
@@ -19,7 +20,7 @@ from ir.trace import trace
 from planner import plan as plan_graph
 from planner.explanation import first_remedies
 from planner.explanation_text import remedy_text
-from planner.pins import parse_pins
+from planner.pins import check_pins, parse_pins, read_pins
 from planner.shortage import DoesNotFit
 from planner.trials import Planning, Request, Trials
 from runtime.batch import tensor_leaves
@@ -41,36 +42,70 @@ class Asked:
 
 
 def ask(options: argparse.Namespace) -> Asked:
-    """What the flags of a command say."""
-    saved = Plan.load(options.plan) if getattr(options, "plan", None) else None
-    if saved is None and not options.cluster:
-        raise UsageError("say for which hardware with --cluster, such as 4x8xH100-SXM or local:4")
-    cluster, pin = Cluster.parse(options.cluster or "local:1"), pins_of(options)  # quick to refuse
+    """What the flags of a command say; what makes no sense is refused before the model is read."""
+    saved, cluster = target_of(options)
+    pin = pins_of(options)
+    check_pins(read_pins(pin), cluster.n_devices, options.global_batch)
     loaded = load_model(options.model, seq=options.seq, batch=options.batch)
     graph = trace_loaded(loaded)
+    check_fixed_batch(graph, pin, cluster)
     if saved is not None:
         return Asked(loaded, graph, Request(saved.cluster, saved.global_batch, pin), saved)
     rows = options.global_batch or rows_of(loaded, graph)
     return Asked(loaded, graph, Request(cluster, rows, pin))
 
 
+def target_of(options: argparse.Namespace) -> tuple[Plan | None, Cluster]:
+    """The plan of --plan, if there is one, and the cluster to plan for."""
+    saved = _saved(options)
+    if saved is not None:
+        return saved, saved.cluster
+    if not options.cluster:
+        raise UsageError("say for which hardware with --cluster, such as 4x8xH100-SXM or local:4")
+    return None, Cluster.parse(options.cluster)
+
+
+def _saved(options: argparse.Namespace) -> Plan | None:
+    """The plan of --plan; flags beside it that it has an answer to are refused."""
+    if not getattr(options, "plan", None):
+        return None
+    refuse_flags(
+        options, PLANNED, f"the plan in {options.plan} has its own. Plan again without --plan, or "
+        "ask `shardwright explain` with --why-not or --what-if what another would cost.",
+    )  # fmt: skip
+    return Plan.load(options.plan)
+
+
+def refuse_flags(options: argparse.Namespace, flags: Iterable[str], why: str) -> None:
+    """Raises `UsageError` for the first of these flags that was given."""
+    for flag in flags:
+        if getattr(options, flag[2:].replace("-", "_"), None) is not None:
+            raise UsageError(f"{flag}: {why}")
+
+
 def decide(options: argparse.Namespace) -> tuple[Loaded, Graph, Plan]:
     """The model, its graph, and the plan: read from --plan, or made from the other flags."""
+    if getattr(options, "plan", None):
+        made = f"the plan in {options.plan} is made. Plan again to change it."
+        refuse_flags(options, ["--pin", "--time-limit"], made)
     asked = ask(options)
     if asked.saved is not None:
         return asked.loaded, asked.graph, asked.saved
-    planning = planning_of(asked.graph)
+    limit_s = options.time_limit if options.time_limit is not None else inf
+    planning = planning_of(asked.graph, time_limit_s=limit_s)
     try:
         return asked.loaded, asked.graph, planning(asked.request)
     except DoesNotFit as error:
         raise Refused(f"{error} {_help(error, asked.request, planning)}") from error
 
 
-def planning_of(graph: Graph, optimizer: str = "adamw") -> Planning:
+def planning_of(
+    graph: Graph, optimizer: str = "adamw", *, time_limit_s: float = inf
+) -> Planning:
     """A function that plans requests for this graph."""
     return lambda request: plan_graph(
         graph, request.cluster, global_batch=request.global_batch, pin=request.pins,
-        optimizer=optimizer,
+        optimizer=optimizer, time_limit_s=time_limit_s,
     )  # fmt: skip
 
 
@@ -81,6 +116,25 @@ def _help(error: DoesNotFit, request: Request, planning: Planning) -> str:
         return "No change that fits was found at once; `shardwright explain` looks for longer."
     changes = "; or ".join(remedy_text(item) for item in found)
     return f"It would fit with {changes}. `shardwright explain` says more."
+
+
+def cluster_of(cluster: Any) -> Cluster:
+    """A cluster, or that of a spec."""
+    if isinstance(cluster, str):
+        return Cluster.parse(cluster)
+    if not isinstance(cluster, Cluster):
+        raise UsageError(
+            f"a cluster is a Cluster or a spec such as '4x8xH100-SXM' or 'local:4', not {cluster!r}"
+        )
+    return cluster
+
+
+def check_fixed_batch(graph: Graph, pin: Mapping[str, Any] | None, cluster: Cluster) -> None:
+    """Pins that cut the batch of a model that works for one size only are refused, with why."""
+    if graph.fixed_batch:
+        check_pins(
+            read_pins(pin), cluster.n_devices, has_batch=False, why_fixed=graph.fixed_batch
+        )
 
 
 def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -110,6 +164,11 @@ def pins_of(options: argparse.Namespace) -> dict[str, Any]:
     return parse_pins(options.pin or "", micro_batches=options.micro_batches)
 
 
+def one_paragraph(error: BaseException | str) -> str:
+    """An error's text on one line."""
+    return " ".join(str(error).split())
+
+
 def count(text: str) -> int:
     """An argument that is a whole number from 1."""
     if not text.isdigit() or int(text) < 1:
@@ -125,7 +184,7 @@ CLUSTER = "the hardware: 4x8xH100-SXM (nodes x devices x kind), local:4, FILE.ya
 PIN = (
     "fix decisions, comma-separated: pipeline=2, data=2, tensor=2, micro_batches=4, schedule=1f1b, "
     "gpipe, zero-bubble or interleaved (then also virtual_stages=2), recompute=none, selective or "
-    "full, zero=0 to 3 (divided over data: state, gradients, parameters); the rest is chosen"
+    "full, zero=0 to 3, offload=none, optimizer, activations or all; the rest is chosen"
 )
 TRACE = "write the simulated timeline of a step as JSON that ui.perfetto.dev opens"
 FLAGS: dict[str, dict[str, Any]] = {
@@ -135,6 +194,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--global-batch": {"type": count, "metavar": "N", "help": "rows of a step, over all devices"},
     "--micro-batches": {"type": count, "metavar": "M", "help": "fix the pieces of a step"},
     "--pin": {"metavar": "KEY=VALUE,...", "help": PIN},
+    "--time-limit": {
+        "type": count, "metavar": "SECONDS",
+        "help": "end the search then, with the best plan so far and its gap",
+    },
     "--plan": {"metavar": "FILE", "help": "a plan written by `plan --out`, instead of planning"},
     "--out": {"metavar": "PATH", "help": "where to write"},
     "--trace": {"metavar": "FILE", "help": TRACE},
@@ -144,4 +207,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--devices": {"type": count, "metavar": "N", "help": "how many ranks"},
     "--json": {"action": "store_true", "help": "print JSON on stdout"},
 }
+PLANNED = ("--cluster", "--global-batch", "--micro-batches")
+"""What every plan has an answer to."""
 DECISIONS = ("--seq", "--batch", "--cluster", "--global-batch", "--micro-batches", "--pin")
+SEARCH = (*DECISIONS, "--time-limit")

@@ -11,16 +11,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deciding import DECISIONS, FLAGS, MODEL, ask, call_arguments, count, planning_of
+from deciding import (
+    DECISIONS,
+    FLAGS,
+    MODEL,
+    ask,
+    call_arguments,
+    cluster_of,
+    count,
+    pins_of,
+    planning_of,
+    target_of,
+)
 from ir.cluster import Cluster
-from ir.cluster_change import FORMS, parse_changes
+from ir.cluster_change import FORMS, changed, parse_changes
 from ir.errors import UsageError
 from ir.graph import Graph
 from ir.plan import Plan
 from ir.trace import trace
 from planner.alternatives import decisions
 from planner.explanation import Explanation, explain_request
-from planner.pins import KEYS, parse_pins, read_pins
+from planner.pins import KEYS, check_pins, parse_pins, read_pins
 from planner.timeline import simulate_plan
 from planner.trials import Pinned, Request, Trials
 
@@ -44,17 +55,35 @@ def explain(
     (and `loss`) to trace the model again. Raises `UsageError` for what makes no sense, `Refused`
     for a plan of another model, or a request that has no plan for another reason than memory.
     """
-    changes = parse_changes(what_if) if isinstance(what_if, str) else what_if
-    read_pins(pin)
-    graph = _graph(model, plan, batch, loss)
-    if isinstance(plan, Plan):
-        request = Request(plan.cluster, plan.global_batch, dict(pin or {}))
-        return _explained(graph, request, plan, why_not, changes, time_limit_s)
-    if global_batch is None:
+    saved = plan if isinstance(plan, Plan) else None
+    cluster = saved.cluster if saved else cluster_of(plan)
+    rows = saved.global_batch if saved else global_batch
+    if rows is None:
         raise UsageError("say with global_batch how many rows of a step are to be planned.")
-    cluster = Cluster.parse(plan) if isinstance(plan, str) else plan
-    request = Request(cluster, global_batch, dict(pin or {}))
-    return _explained(graph, request, None, why_not, changes, time_limit_s)
+    check_pins(read_pins(pin), cluster.n_devices, rows)
+    read_pins(why_not)
+    changes = _checked_changes(what_if, cluster)
+    if saved is not None:
+        _check_kept(saved, pin or {})
+    graph = _graph(model, plan, batch, loss)
+    request = Request(cluster, rows, dict(pin or {}))
+    return _explained(graph, request, saved, why_not, changes, time_limit_s)
+
+
+def _checked_changes(
+    what_if: Mapping[str, Any] | str | None, cluster: Cluster
+) -> dict[str, str] | None:
+    """Changes that this cluster can have, as text."""
+    if what_if is None:
+        return None
+    if not isinstance(what_if, str | Mapping):
+        raise UsageError(f"changes are named, as {{'memory': '+8GiB'}}, not {what_if!r}.")
+    if isinstance(what_if, str):
+        changes = parse_changes(what_if)
+    else:
+        changes = {str(key): str(value) for key, value in what_if.items()}
+    changed(cluster, changes)
+    return changes
 
 
 def _graph(model: Any, plan: Any, batch: Any, loss: Callable[[Any], Any] | None) -> Graph:
@@ -75,15 +104,15 @@ def _explained(
     if plan is None:
         trials = Trials(planning_of(graph), time_limit_s)
         return explain_request(request, trials, why_not=why_not, changes=changes)
-    _check_pins(plan, request.pins)
     priced = replace(plan, prediction=simulate_plan(graph, plan).prediction)
     trials = Trials(planning_of(graph, plan.optimizer), time_limit_s)
     told = explain_request(request, trials, plan=priced, why_not=why_not, changes=changes)
     return replace(told, given=plan)
 
 
-def _check_pins(plan: Plan, pins: Pinned) -> None:
+def _check_kept(plan: Plan, pins: Pinned) -> None:
     """What stays fixed must be what the plan has."""
+    read_pins(pins)
     now = decisions(plan)
     for key, value in pins.items():
         if now[key] != value:
@@ -100,16 +129,11 @@ def explain_command(options: argparse.Namespace) -> int:
             f"{options.model}: a plan file holds no model, and to explain it is to plan again. "
             f"Write shardwright explain MODEL --plan {options.model}."
         )
-    if options.plan:
-        own = [flag for flag in ("--cluster", "--global-batch", "--micro-batches")
-               if getattr(options, flag[2:].replace("-", "_"))]  # fmt: skip
-        if own:
-            raise UsageError(
-                f"{own[0]}: the plan in {options.plan} has its own. Ask for another with --what-if "
-                "or --why-not, or leave --plan out."
-            )
     why_not = _decisions(options.why_not) if options.why_not is not None else None
-    changes = parse_changes(options.what_if) if options.what_if is not None else None
+    saved, cluster = target_of(options)
+    changes = _checked_changes(options.what_if, cluster)
+    if saved is not None:
+        _check_kept(saved, pins_of(options))
     asked = ask(options)
     told = _explained(
         asked.graph, asked.request, asked.saved, why_not, changes, options.time_limit

@@ -14,22 +14,27 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from deciding import call_arguments, cluster_of
 from ir.cluster import Cluster
 from ir.deepen import deepen, layer_run
 from ir.errors import UsageError
 from ir.graph import Graph
 from ir.resize import resize
 from ir.trace import trace
-from planner.explain import explain
+from ir.whole_file import check_writable, whole_file
+from planner.explain import explain, explain_json
 from planner.predict import Predicted, Predictor
 from planner.predict_table import COLUMNS, Row, predict_row, predict_table, record
 from planner.rows import read_configuration
 from planner.stacks import has_wide_logits, padded_vocabulary
-from planner.table_file import read_rows, whole_file, write_rows
+from planner.stated import check_stated_cluster, check_stated_model
+from planner.table_file import read_rows, write_rows
 from runtime.row_models import RowShape, build_row_model, probe_of, row_shape, size_changes
 
 FEW_ROWS = 24
 """Tables up to this length are predicted in this process."""
+MOST_REASONS = 5
+"""Of refusals, that a summary names."""
 
 
 class RowGraphs:
@@ -62,12 +67,25 @@ def predict(
     `config` has the column names of measured runs: tp, pp, dp, micro_batch, global_batch,
     recompute, zero_stage, precision, ... What it leaves out is decided. `model`: a module (with an
     example `batch` as for `plan`), a traced `Graph`, or None for the transformer that `config`
-    describes. `cluster` None: as `config` states it. Raises `UsageError` for what can't be.
+    describes. `cluster` None: as `config` states it. Raises `UsageError` for what can't be, also
+    for a `config` that says something else of a given model or cluster.
     """
+    if not isinstance(config, Mapping):
+        raise UsageError(
+            f"a configuration names its values, as {{'tp': 2, 'micro_batch': 1}}, not {config!r}"
+        )
     row = {key: _cell(value) for key, value in config.items()}
-    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+    cluster = None if cluster is None else cluster_of(cluster)
     wanted = read_configuration(row, cluster)
-    return Predictor().predict(_graph(model, row, batch, options), wanted)
+    if cluster is not None:
+        check_stated_cluster(row, cluster)
+    graph = _graph(model, row, batch, options)
+    if model is not None:
+        check_stated_model(row, graph)
+    try:
+        return Predictor().predict(graph, wanted)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _cell(value: Any) -> str:
@@ -87,9 +105,7 @@ def _graph(model: Any, row: Row, batch: Any, options: Mapping[str, Any]) -> Grap
             raise UsageError(str(error)) from error
     if batch is None:
         raise UsageError("give predict an example batch, as for plan, to trace the model with")
-    if isinstance(batch, Mapping):
-        return trace(model, (), dict(batch), **options)
-    return trace(model, tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), **options)
+    return trace(model, *call_arguments(batch), **options)
 
 
 def predict_rows(rows: Sequence[Row], cluster: Cluster | None = None) -> list[dict[str, str]]:
@@ -99,10 +115,16 @@ def predict_rows(rows: Sequence[Row], cluster: Cluster | None = None) -> list[di
         return _predict_part(rows, cluster)
     parts = _shares(rows, min(cores or 1, 8))
     context = multiprocessing.get_context("spawn")
+    before = context.active_children()
     with ProcessPoolExecutor(len(parts), mp_context=context) as pool:
-        found = [*pool.map(
-            _predict_part, [[rows[i] for i in part] for part in parts], [cluster] * len(parts)
-        )]  # fmt: skip
+        try:
+            found = [*pool.map(
+                _predict_part, [[rows[i] for i in part] for part in parts], [cluster] * len(parts)
+            )]  # fmt: skip
+        except BaseException:  # leaving the pool waits for what is running
+            for child in set(context.active_children()) - set(before):
+                child.terminate()
+            raise
     placed = {i: item for part, items in zip(parts, found, strict=True)
               for i, item in zip(part, items, strict=True)}  # fmt: skip
     return [placed[i] for i in range(len(rows))]
@@ -129,9 +151,11 @@ def summary(records: Sequence[Mapping[str, str]]) -> str:
     errors = [item["error"] for item in records if item["error"]]
     if not errors:
         return f"{len(records)} rows predicted, none refused"
-    words = [error.partition(":")[0].partition("=")[0] for error in errors]
+    words = [error.partition(":")[0].partition("=")[0].strip() for error in errors]
     counts = sorted({w: words.count(w) for w in words}.items(), key=lambda pair: -pair[1])
-    why = ", ".join(f"{word} {count}" for word, count in counts[:5])
+    why = ", ".join(f"{word} {count}" for word, count in counts[:MOST_REASONS])
+    if more := sum(count for _, count in counts[MOST_REASONS:]):
+        why += f", and {more} for {len(counts) - MOST_REASONS} other reasons"
     return f"{len(records) - len(errors)} rows predicted, {len(errors)} refused ({why})"
 
 
@@ -140,11 +164,14 @@ def predict_command(options: argparse.Namespace) -> int:
     rows = read_rows(options.rows)
     cluster = Cluster.parse(options.cluster) if options.cluster else None
     if options.explain:
+        if options.out:
+            raise UsageError("--out: --explain prints one row and writes no table. Leave one out.")
         chosen = next((row for row in rows if row.get("id") == options.explain), None)
         if chosen is None:
             raise UsageError(f"{options.rows} has no row with the id {options.explain!r}")
         found = predict_row(Predictor(), chosen, RowGraphs(), cluster)
-        print(json.dumps(record(options.explain, found)) if options.json else explain(found))
+        told = record(options.explain, found) | {"explanation": explain_json(found)}
+        print(json.dumps(told) if options.json else explain(found))
         return 0
     if not (options.out or options.json):
         raise UsageError("say where to write the predictions with --out PRED.csv, or use --json")
@@ -158,9 +185,10 @@ def predict_command(options: argparse.Namespace) -> int:
 def _written(
     rows: Sequence[Row], options: argparse.Namespace, cluster: Cluster | None
 ) -> list[dict[str, str]]:
-    """Predicts once it is sure that the result can be written."""
-    with whole_file(options.out, source=options.rows) as handle:
-        records = predict_rows(rows, cluster)
+    """Predicts once it is sure that the result can be written, and writes when all is there."""
+    check_writable(options.out, options.rows)
+    records = predict_rows(rows, cluster)
+    with whole_file(options.out, options.rows) as handle:
         write_rows(handle, COLUMNS, records)
     return records
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from codegen.groups import weight_path
+from codegen.host_text import fetched_lines, stored_words, taken_words
 from codegen.node_text import NodeText
 from ir.graph import SHORT_DTYPES, Node, TensorType
 from ir.layout import Partial, Replicate, Shard
@@ -34,6 +35,7 @@ class BlockText:
         self.block = self.lowered.block
         self.always = spmd.always(variant)
         self.kept = spmd.kept(variant, keep)
+        self.hosted = spmd.hosted(variant, keep)
         self.words = self._words()
 
     def _words(self) -> dict[str, str]:
@@ -101,9 +103,9 @@ class BlockText:
         writer = self._writer()
         body = self._body(lowered.forward, writer, keeps, set(self.arguments))
         outputs = self._tuple([self.words[n] for n in lowered.outputs])
-        kept = self._tuple([self.words[n] for n in self.kept])
+        kept = stored_words(self.kept, self.hosted, self.words)
         return [head, *self._unpack_early(), *self._mesh(lowered.forward), *body,
-                f"    return {outputs}, {kept}", "", ""]  # fmt: skip
+                f"    return {outputs}, {self._tuple(kept)}", "", ""]  # fmt: skip
 
     def _backward(self) -> list[str]:
         nodes = self.spmd.backward(self.variant, self.keep)
@@ -141,8 +143,10 @@ class BlockText:
             *self._unpack_early(), *self._mesh(nodes),
         ]  # fmt: skip
         if given:
-            lines.append(f"    {self._tuple([self.words[n] for n in given])} = {word}")
+            hosted = self.hosted if word == "saved" else ()
+            lines.append(f"    {self._tuple(taken_words(given, hosted, self.words))} = {word}")
             lines.append(f"    del {word}")
+            lines += fetched_lines(hosted, self.words)
         added: dict[str, list[str]] = {}
         for value, name in sums:
             added.setdefault(name, []).append(value)

@@ -20,6 +20,7 @@ import jinja2
 
 from codegen.block_text import BlockText
 from codegen.groups import Group, stage_groups
+from codegen.host_text import FUNCTIONS as HOST_FUNCTIONS
 from codegen.stage_text import StageText
 from codegen.tables import layout_tables
 from codegen.zero_text import FUNCTIONS as ZERO_FUNCTIONS
@@ -27,9 +28,16 @@ from ir.errors import Refused, UsageError
 from ir.graph import Graph
 from ir.names import Namer
 from ir.plan import Plan, spmd
+from ir.quantities import size
 from ir.schedules import splits_backward
 from ir.spmd import Spmd
+from ir.whole_file import check_folder
 
+FILES = (
+    "program.py", "layout.json", "plan.json", "train.py", "run.json", "launch.sh", "launch.slurm",
+    "README.md",
+)  # fmt: skip
+"""Of an emitted program."""
 LARGEST_CONSTANT = 4096
 """Elements of a captured constant that are still written into the program."""
 
@@ -51,17 +59,8 @@ class Program:
 
     def write(self, folder: str | Path, *, force: bool = False) -> Path:
         """Writes all files, or none: refuses a folder that holds something unless `force`."""
+        check_target(folder, force=force)
         target = Path(folder)
-        if target.exists() and not target.is_dir():
-            raise UsageError(f"{target} is a file; give a folder to emit into.")
-        if target.is_dir() and any(target.iterdir()) and not force:
-            raise UsageError(
-                f"{target} is not empty; emitting would mix two programs. Give another folder, or "
-                "--force to replace the files that the program consists of."
-            )
-        for name in self.files:
-            if (target / name).is_dir():
-                raise UsageError(f"{target / name} is a folder where a file belongs; move it away.")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -77,6 +76,24 @@ class Program:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return target
+
+
+def check_target(folder: str | Path, *, force: bool = False) -> None:
+    """Raises `UsageError` if no program can be written there; can be asked before planning."""
+    target = Path(folder).resolve()
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"{folder} is a file; give a folder to emit into.")
+    if target.is_dir() and any(target.iterdir()) and not force:
+        raise UsageError(
+            f"{folder} is not empty; emitting would mix two programs. Give another folder, or "
+            "--force to replace the files that the program consists of."
+        )
+    for name in FILES:
+        if (target / name).is_dir():
+            raise UsageError(f"{target / name} is a folder where a file belongs; move it away.")
+    there = next(parent for parent in target.parents if parent.exists())
+    for place in (there, target) if target.exists() else (there,):
+        check_folder(place, folder)
 
 
 def _move(draft: Path, target: Path) -> None:
@@ -102,6 +119,7 @@ def emit(graph: Graph, plan: Plan) -> Program:
         "plan": plan, "ranks": plan.mesh.size, "model": plan.model, "hash": plan.hash,
         "per_node": plan.cluster.devices_per_node,
         "nodes": plan.cluster.n_devices // plan.cluster.devices_per_node,
+        "peak": size(plan.prediction.peak_bytes), "capacity": size(plan.prediction.capacity_bytes),
     }  # fmt: skip
     for name in ("train.py", "launch.sh", "launch.slurm", "README.md"):
         files[name] = _template(f"{name}.jinja").render(**facts)
@@ -175,6 +193,9 @@ def _head(plan: Plan, body: str) -> list[str]:
         lines.append("from runtime import ops")
     if imports:
         lines.append(f"from runtime.collectives import {', '.join(imports)}")
+    hosting = [name for name in HOST_FUNCTIONS if f" {name}(" in body or f"({name}(" in body]
+    if hosting:
+        lines.append(f"from runtime.host import {', '.join(hosting)}")
     lines.append("from runtime.program import Stage")
     if " dropout(" in body:
         lines.append("from runtime.random import dropout")

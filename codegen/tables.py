@@ -65,6 +65,7 @@ def _state(spmd: Spmd, name: str) -> dict[str, Any]:
         "sync": _gradient_sync(spmd, name) if state.trainable else [],
         "update": _update(spmd, state.update),
         "zero": spmd.zero_of(name),
+        **({"hosted": True} if spmd.is_hosted(name) else {}),
     }
 
 

@@ -116,6 +116,8 @@ class Cluster:
         compact = re.sub(r"\s", "", spec)
         if local := re.fullmatch(r"local:(\d+)|(?:(\d+)x)?CPU", compact, re.IGNORECASE):
             return Cluster.local(int(local[1] or local[2] or 1))
+        if compact.lower().startswith("local"):
+            raise UsageError(f"cluster {spec!r}: local:N is N processes here, as in local:4.")
         parts = re.split(r"\+(?=\d)", compact)
         if len(parts) > 1:
             found = [read_spec(part, spec, spare=1)[:2] for part in parts]

@@ -21,6 +21,7 @@ from ir.spec import machine_levels
 from ir.topology import (
     CPU,
     DOMAIN,
+    NETWORK_KINDS,
     NODE,
     Level,
     cpu_device,
@@ -65,6 +66,10 @@ _LEVEL_KEYS = {
     "devices_per_nic",
     "oversubscription",
 }
+
+
+DEVICE_LINKS = ("NVLink", "xGMI", "PCIe")
+"""What `link` may be beside a kind of network."""
 
 
 class Described(TypedDict, total=False):
@@ -164,11 +169,14 @@ def _levels(name: str, values: Values, path: Path) -> tuple[Level, ...]:
 
 def _pasted_levels(name: str, values: Values, path: Path) -> tuple[Level, ...]:
     """Levels from `nvidia-smi topo -m` or NCCL's XML, in a file beside the cluster.yaml."""
-    text = read_text(path.parent / str(values["topology"]))
-    nodes = whole(values, "nodes", str(path), 1)
-    if text.lstrip().startswith("<"):
-        return levels_from_nccl_xml(text, name, nodes)[1]
-    return levels_from_nvidia_smi(text, name, nodes)
+    file = path.parent / str(values["topology"])
+    text, nodes = read_text(file), whole(values, "nodes", str(path), 1)
+    try:
+        if text.lstrip().startswith("<"):
+            return levels_from_nccl_xml(text, name, nodes)[1]
+        return levels_from_nvidia_smi(text, name, nodes)
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from error
 
 
 def _mixed(values: Values, where: str) -> Described:
@@ -209,7 +217,8 @@ def _machine(values: Values, where: str) -> Machine | None:
 
 
 def _own_host(values: Values, device: Device, where: str) -> Host | None:
-    """The usual host with what the file says of it; None if it says nothing."""
+    """The usual host with what the file says of it; None if it says nothing. A rate that is given
+    is sustained."""
     if not _HOST_KEYS & set(values):
         return None
     usual = usual_host(device) if device.sm_count else Host(0.0, 0)
@@ -220,10 +229,12 @@ def _own_host(values: Values, device: Device, where: str) -> Host | None:
         ("nvme_GB", "nvme_bytes", GB),
         ("nvme_GBps", "nvme_bytes_per_s", GB),
     )
-    given = {
+    given: dict[str, Any] = {
         field: type(getattr(usual, field))(positive(values, key, where) * scale)
         for key, field, scale in scales if key in values
     }  # fmt: skip
+    if "link_bytes_per_s" in given:
+        given["link_part"] = 1.0
     return replace(usual, **given)
 
 
@@ -291,10 +302,20 @@ def _level(name: str, entry: Values, below: list[Level], in_node: bool, at: str)
         link,
         title,
         devices_per_port=whole(entry, "devices_per_nic", at, shared),
-        oversubscription=max(1.0, positive(entry, "oversubscription", at, 1.0)),
+        oversubscription=_oversubscription(entry, at),
         nvls=reduction_rate(name, link),
         port_rates=rates if len(rates) > 1 else (),
     )
+
+
+def _oversubscription(entry: Values, at: str) -> float:
+    ratio = positive(entry, "oversubscription", at, 1.0)
+    if ratio < 1:
+        raise UsageError(
+            f"{at}: `oversubscription` is {ratio:g}; it is 1 where the switches carry all that is "
+            "sent, and more where they don't. A faster link is `bandwidth_GBps`."
+        )
+    return ratio
 
 
 def _link_of_kind(name: str, kind: str, at: str) -> Link:
@@ -303,8 +324,13 @@ def _link_of_kind(name: str, kind: str, at: str) -> Link:
     if kind.lower() in ("nvlink", "xgmi"):
         link = inner_link(name.partition(":")[0], 2)
         if link.name.lower() != kind.lower():
-            raise UsageError(f"{at}: {name} has no {kind}.")
+            raise UsageError(
+                f"{at}: `link` is {kind}, and {name} has none. It has {link.name}, and networks."
+            )
         return link
+    if kind.lower() not in NETWORK_KINDS:
+        known = ", ".join((*DEVICE_LINKS, *NETWORK_KINDS.values()))
+        raise UsageError(f"{at}: `link` is {kind!r}; it is one of {known}.")
     return network(name, kind)
 
 
@@ -321,6 +347,11 @@ def _port_rates(entry: Values, size: int, at: str) -> tuple[float, ...]:
 def _with_memory(device: Device, values: Values, where: str) -> Device:
     if "memory_GiB" in values:
         memory_bytes = int(positive(values, "memory_GiB", where) * GIB)
+        if memory_bytes > device.memory_bytes and device.name != CPU:
+            raise UsageError(
+                f"{where}: `memory_GiB` is {memory_bytes / GIB:g}, and a {device.name} has "
+                f"{device.memory_bytes / GIB:g}. Name the device that has more, or leave it out."
+            )
         scale = memory_bytes / device.memory_bytes
         reserve_bytes = int(device.reserve_bytes * min(1.0, scale))
         device = replace(device, memory_bytes=memory_bytes, reserve_bytes=reserve_bytes)

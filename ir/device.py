@@ -124,6 +124,13 @@ class Device:
         peaks = dict(self.peaks)
         return peaks.get(dtype, peaks["float32"])
 
+    def has_units(self, dtype: str) -> bool:
+        """Whether products of that dtype run at a rate of their own; else as those of float32."""
+        rates = dict(self.peaks)
+        if dtype in ("float32", "float64") or not self.sm_count:
+            return dtype in rates
+        return rates.get(dtype, 0.0) > rates["float32"]
+
 
 @dataclass(frozen=True, slots=True)
 class Link:

@@ -236,7 +236,8 @@ class State:
 class Graph:
     """A whole traced training step: `loss` and `metrics` are graph values.
 
-    `guards` are conditions on `BATCH` under which the capture is valid.
+    `guards` are conditions on `BATCH` under which the capture is valid. `fixed_batch`: where no
+    input has a batch dim, what fails for another number of rows.
     """
 
     model: str
@@ -248,6 +249,7 @@ class Graph:
     metrics: tuple[tuple[str, str], ...]
     guards: tuple[sympy.Basic, ...] = ()
     notes: tuple[str, ...] = ()
+    fixed_batch: str = ""
 
     def __str__(self) -> str:
         lines = [str(block) for block in self.blocks]

@@ -19,8 +19,9 @@ GB, TB = 10**9, 10**12
 class Host:
     """One device's share of its host; 0 where it is not known.
 
-    `link_bytes_per_s`: between device and host, nominal, per direction; rates of memory and NVMe
-    are what all devices of the host reach together, over their number.
+    `link_bytes_per_s`: between device and host, per direction, nominal; large copies reach
+    `link_part` of it (as PCIe in `ir.device.inner_link`). Rates of memory and NVMe are what all
+    devices of the host reach together, over their number.
     """
 
     link_bytes_per_s: float
@@ -28,6 +29,16 @@ class Host:
     memory_bytes_per_s: float = 0.0
     nvme_bytes: int = 0
     nvme_bytes_per_s: float = 0.0
+    link_part: float = 0.80
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """Rate of large copies between a device and its host's memory, all devices copying; 0 if
+        the link or the memory is not known."""
+        if not (self.link_bytes_per_s and self.memory_bytes):
+            return 0.0
+        link_bytes_per_s = self.link_bytes_per_s * self.link_part
+        return min(link_bytes_per_s, self.memory_bytes_per_s or link_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)

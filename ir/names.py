@@ -13,7 +13,7 @@ import re
 RESERVED = frozenset(
     "torch ops ctx w g x y dx dy saved mesh data tensor pipeline all_reduce all_gather "
     "reduce_scatter all_to_all shard first dropout Stage SimpleNamespace range reversed len zip "
-    "i call early kept self gather scatter_add zeros grads".split()
+    "i call early kept self gather scatter_add zeros grads store fetch on_host".split()
 ) | frozenset(dir(builtins))
 
 

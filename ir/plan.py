@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,6 +24,7 @@ from ir.schedules import Action, check_schedule, schedule_order, splits_backward
 from ir.spmd import Spmd, StageCall, lower_all
 from ir.strategies import strategies
 from ir.variants import Variant, variants
+from ir.whole_file import write_whole
 
 FORMAT = "shardwright-plan/1"
 
@@ -34,7 +36,8 @@ Leaf: TypeAlias = "int | str | None"
 class BlockPlan:
     """Decisions for one variant: a strategy number per node, a cut factor per boundary value.
 
-    `keeps`: menu points, each a label and the forward values that are kept for backward.
+    `keeps`: menu points, each a label and the forward values that are kept for backward; `hosts`:
+    of those points that use host memory, the label and the values that are held there.
     """
 
     name: str
@@ -44,6 +47,7 @@ class BlockPlan:
     tangents: tuple[Leaf, ...]
     gradients: tuple[Leaf, ...]
     keeps: tuple[tuple[str, tuple[str, ...]], ...]
+    hosts: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,10 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Predicted seconds per micro-batch and bytes per device of one stage."""
+    """Predicted seconds per micro-batch and bytes per device of one stage.
+
+    `host_bytes`: of the device's host's memory; they are no part of the peak.
+    """
 
     forward_s: float
     backward_s: float
@@ -66,6 +73,7 @@ class StageCost:
     optimizer_bytes: int
     saved_bytes: int
     transient_bytes: int
+    host_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -98,10 +106,21 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Certificate:
+    """What a search looked at: its candidates, how many of them were planned, and the power of ten
+    of the number of plans that all stand for."""
+
+    candidates: int
+    planned: int
+    plans_log10: float
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """All decisions for one model on one cluster; see the module's docstring.
 
-    `zero`: the ZeRO stage over the data axis, 0 to 3 (`ir.spmd.Spmd`).
+    `zero`: the ZeRO stage over the data axis, 0 to 3 (`ir.spmd.Spmd`). `offload`: what lies in
+    host memory (`ir.offload`). `certificate`: of the search, if it was one.
     `graph` is the traced model, where the plan was made in this process; it is not saved.
     """
 
@@ -119,6 +138,8 @@ class Plan:
     approximations: tuple[str, ...] = ()
     text: str = ""
     zero: int = 0
+    offload: str = "none"
+    certificate: Certificate | None = None
     graph: Graph | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -157,6 +178,16 @@ class Plan:
         del value["graph"]
         if not self.zero:  # as in plan files from before there was a choice: same bytes, same hash
             del value["zero"]
+        if self.offload == "none":
+            del value["offload"]
+        if self.certificate is None:
+            del value["certificate"]
+        for block in value["blocks"]:
+            if not block["hosts"]:
+                del block["hosts"]
+        for stage in value["prediction"]["stages"]:
+            if not stage["host_bytes"]:
+                del stage["host_bytes"]
         return {**value, "cluster": self.cluster.to_json()}
 
     def _body(self) -> str:
@@ -164,14 +195,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, whole or not at all."""
-        target = Path(path)
-        draft = target.with_name(target.name + ".part")
-        try:
-            draft.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-            draft.replace(target)
-        except OSError as error:
-            draft.unlink(missing_ok=True)
-            raise UsageError(f"can't write the plan to {target}: {error.strerror}.") from error
+        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -197,7 +221,8 @@ class Plan:
             tuple(_block(b) for b in value["blocks"]),
             tuple(tuple(Placed(**p) for p in stage) for stage in value["stages"]),
             _prediction(value["prediction"]), tuple(value["approximations"]), value["text"],
-            value.get("zero", 0),
+            value.get("zero", 0), value.get("offload", "none"),
+            Certificate(**value["certificate"]) if "certificate" in value else None,
         )  # fmt: skip
         if plan.hash != value["hash"]:
             raise UsageError(
@@ -214,11 +239,14 @@ class Plan:
 
 
 def _block(value: dict[str, Any]) -> BlockPlan:
-    keeps = tuple((label, tuple(names)) for label, names in value["keeps"])
+    keeps, hosts = (
+        tuple((label, tuple(names)) for label, names in value.get(key, ()))
+        for key in ("keeps", "hosts")
+    )
     fields = {
         k: tuple(value[k]) for k in ("nodes", "inputs", "outputs", "tangents", "gradients")
     }  # fmt: skip
-    return BlockPlan(value["name"], **fields, keeps=keeps)
+    return BlockPlan(value["name"], **fields, keeps=keeps, hosts=hosts)
 
 
 def _prediction(value: dict[str, Any]) -> Prediction:
@@ -233,7 +261,10 @@ def signature(graph: Graph) -> str:
     return hashlib.sha256(f"{graph}\n{state}\n{inputs}".encode()).hexdigest()[:16]
 
 
-def encode(variant: Variant, sharding: Sharding, keeps: dict[str, frozenset[str]]) -> BlockPlan:
+def encode(
+    variant: Variant, sharding: Sharding, keeps: Mapping[str, frozenset[str]],
+    hosts: Mapping[str, frozenset[str]],
+) -> BlockPlan:  # fmt: skip
     """The decisions for a variant as numbers that JSON holds."""
     factors, block = variant.factors, variant.block
     leaves = list(factors.size)
@@ -250,6 +281,7 @@ def encode(variant: Variant, sharding: Sharding, keeps: dict[str, frozenset[str]
         cuts([t for _, t in block.tangents], sharding.tangents),
         cuts([g for _, g in block.gradients], sharding.gradients),
         tuple((label, tuple(sorted(kept))) for label, kept in keeps.items()),
+        tuple((label, tuple(sorted(names))) for label, names in hosts.items() if names),
     )  # fmt: skip
 
 
@@ -320,8 +352,10 @@ def spmd(graph: Graph, plan: Plan) -> Spmd:
         for stage in plan.stages
     )  # fmt: skip
     keeps = tuple({label: frozenset(names) for label, names in b.keeps} for b in plan.blocks)
+    hosts = tuple({label: frozenset(names) for label, names in b.hosts} for b in plan.blocks)
     state = _state_places(graph, kinds, shardings)
-    return Spmd(graph, plan.degrees, batch_flow, kinds, lowered, state, keeps, stages, plan.zero)
+    return Spmd(graph, plan.degrees, batch_flow, kinds, lowered, state, keeps, stages, plan.zero,
+                plan.offload, hosts)  # fmt: skip
 
 
 def _state_places(

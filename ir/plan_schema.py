@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ir.errors import UsageError
+from ir.offload import OFFLOADS
 
 PREDICTION = {
     "step_s": float, "compute_s": float, "exposed_comm_s": float, "bubble_s": float,
@@ -27,8 +28,9 @@ PLAN = {
     "stages": list, "prediction": dict, "approximations": list, "text": str,
 }  # fmt: skip
 
-OPTIONAL = {"zero": int}
-"""Keys that a plan has only where they are not 0."""
+CERTIFICATE = {"candidates": int, "planned": int, "plans_log10": float}
+OPTIONAL = {"zero": int, "offload": str, "certificate": dict, "host_bytes": int, "hosts": list}
+"""Keys that a plan, a block or the cost of a stage has only where they say something."""
 ZERO_STAGES = (0, 1, 2, 3)
 
 
@@ -41,22 +43,33 @@ def check_plan(value: Any, version: str, where: str) -> None:
             f"{where} has format {value.get('format')!r}; this version reads {version!r}. "
             "Plan again with this version."
         )
-    given = {key: kind for key, kind in OPTIONAL.items() if key in value}
-    _check(value, {**PLAN, **given}, where)
+    _check(value, _with_optional(PLAN, value, ("zero", "offload", "certificate")), where)
     if value.get("zero", 0) not in ZERO_STAGES:
         raise UsageError(f"{where}: zero is {value['zero']}; ZeRO has the stages 0, 1, 2 and 3.")
+    if value.get("offload", "none") not in OFFLOADS:
+        raise UsageError(f"{where}: offload is {value['offload']!r}, not {', '.join(OFFLOADS)}.")
     _check(value["mesh"], MESH, f"{where}: mesh")
+    if "certificate" in value:
+        _check(value["certificate"], CERTIFICATE, f"{where}: certificate")
     _check(value["prediction"], PREDICTION, f"{where}: prediction")
     for i, stage in enumerate(value["prediction"]["stages"]):
-        _check(stage, STAGE_COST, f"{where}: prediction of stage {i}")
+        schema = _with_optional(STAGE_COST, stage, ("host_bytes",))
+        _check(stage, schema, f"{where}: prediction of stage {i}")
     for i, block in enumerate(value["blocks"]):
-        _check(block, BLOCK, f"{where}: block {i}")
+        _check(block, _with_optional(BLOCK, block, ("hosts",)), f"{where}: block {i}")
         _check_numbers(block, f"{where}: block {i}")
     for i, stage in enumerate(value["stages"]):
         if not isinstance(stage, list):
             raise UsageError(f"{where}: stage {i} must be a list.")
         for placed in stage:
             _check(placed, PLACED, f"{where}: stage {i}")
+
+
+def _with_optional(
+    schema: Mapping[str, type], value: Any, keys: tuple[str, ...]
+) -> dict[str, type]:
+    """The schema with those of the optional keys that the value has."""
+    return {**schema, **{key: OPTIONAL[key] for key in keys if key in value}}
 
 
 def _check(value: Any, schema: Mapping[str, type], where: str) -> None:
@@ -79,7 +92,7 @@ def _check_numbers(block: dict[str, Any], where: str) -> None:
     for key in ("inputs", "outputs", "tangents", "gradients"):
         if not all(x is None or x == "partial" or type(x) is int for x in block[key]):
             raise UsageError(f"{where}: {key} must hold factors, 'partial' or null.")
-    for keep in block["keeps"]:
+    for keep in (*block["keeps"], *block.get("hosts", ())):
         good = isinstance(keep, list) and len(keep) == 2 and isinstance(keep[0], str)
         if not good or not all(isinstance(name, str) for name in keep[1]):
-            raise UsageError(f"{where}: keeps must be pairs of a label and names.")
+            raise UsageError(f"{where}: keeps and hosts must be pairs of a label and names.")

@@ -14,6 +14,7 @@ from ir.errors import Refused
 from ir.graph import Block, Call, Graph, Node, State, TensorType
 from ir.layout import DATA, PARTIAL, REPLICATE, TENSOR, Layout, Partial, Placement
 from ir.lower import Degrees, Lowered, Sharding, local_type, lower
+from ir.offload import offloads_optimizer
 from ir.recompute import backward_nodes, kept_values, state_inputs
 from ir.reshard import step
 from ir.split import Split, split_backward
@@ -45,7 +46,8 @@ class Spmd:
     """One rank's program; `keeps[variant][label]` are the forward values held for backward.
 
     `zero`: the ZeRO stage, what the data axis divides (1 optimizer state, 2 gradients too, 3
-    parameters too).
+    parameters too). `offload`: what lies in host memory (`ir.offload`); `hosts`, as `keeps`: which
+    of the values held for backward.
     """
 
     graph: Graph
@@ -57,6 +59,8 @@ class Spmd:
     keeps: tuple[dict[str, frozenset[str]], ...]
     stages: tuple[tuple[StageCall, ...], ...]
     zero: int = 0
+    offload: str = "none"
+    hosts: tuple[dict[str, frozenset[str]], ...] = ()
 
     def call(self, placed: StageCall) -> Call:
         return self.graph.calls[placed.index]
@@ -79,6 +83,11 @@ class Spmd:
 
     def kept(self, variant: int, keep: str) -> tuple[str, ...]:
         return kept_values(self.lowered[variant], self.keeps[variant][keep], self.always(variant))
+
+    def hosted(self, variant: int, keep: str) -> tuple[str, ...]:
+        """Those of the kept values that lie in host memory."""
+        chosen = self.hosts[variant].get(keep, frozenset()) if self.hosts else frozenset()
+        return tuple(name for name in self.kept(variant, keep) if name in chosen)
 
     def split(self, variant: int, keep: str) -> Split:
         """The two halves of `backward`."""
@@ -219,6 +228,10 @@ class Spmd:
         if item.kind != "parameter" or self.degrees.data == 1 or item.type.elements(1) == 0:
             return 0
         return self.zero if item.trainable or self.zero == 3 else 0
+
+    def is_hosted(self, name: str) -> bool:
+        """Whether a state tensor's optimizer state lies in host memory between steps."""
+        return offloads_optimizer(self.offload) and self.state_of[name].trainable
 
     def gathered(self, placed: StageCall, phase: str) -> tuple[str, ...]:
         """The divided parameters that are gathered for a call's "prologue", "forward" or

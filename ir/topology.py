@@ -26,6 +26,7 @@ DOMAIN_SIZE = {"GB200": 72, "GB300": 72}
 _PACKAGE_RATE, _OUTER_RATE = 200e9, 150e9
 # Large copies reach 80 % of PCIe; a step's latency is NCCL's (PCI, Ring, Simple).
 _PCIE_FRACTION, _PCIE_LATENCY_S = 0.80, 5.7e-6
+NETWORK_KINDS = {"infiniband": "InfiniBand", "roce": "RoCE", "efa": "EFA"}
 # Seconds per step of a ring over each kind of network. EFA: 4 nodes of 8 B200 take 0.37 ms for a
 # small all-reduce where InfiniBand takes about 0.09 (stas00/ml-engineering network/README.md).
 _NETWORK_LATENCY_S = {"infiniband": 14.0e-6, "roce": 14.0e-6, "efa": 140.0e-6}
@@ -136,7 +137,7 @@ def network(name: str, kind: str = "InfiniBand") -> Link:
     """The network of a usual machine with that device: a NIC per device, of that kind."""
     latency_s = _NETWORK_LATENCY_S.get(kind.lower())
     if latency_s is None:
-        known = "InfiniBand, RoCE, EFA"
+        known = ", ".join(NETWORK_KINDS.values())
         raise UsageError(f"no network is called {kind!r}. Known: {known}.")
     link = network_link(name.partition(":")[0])
     return replace(link, latency_s=latency_s)

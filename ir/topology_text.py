@@ -63,6 +63,7 @@ def levels_from_nvidia_smi(text: str, device: str, nodes: int = 1) -> tuple[Leve
     unknown = [c for c in cells.values() if not re.fullmatch(r"NV\d+", c) and c not in _PCIE_WORDS]
     if unknown:
         raise UsageError(f"`nvidia-smi topo -m`: {unknown[0]!r} is no known kind of link.")
+    _check_symmetric(cells)
     nvlinks = {pair: int(cell[2:]) for pair, cell in cells.items() if cell.startswith("NV")}
     per_device = sum(count for (a, _), count in nvlinks.items() if a == 0)
     nic_columns = [c for c in header if re.fullmatch(r"NIC\d+|mlx\d_\d+|.*_bond_?\d+", c)]
@@ -74,6 +75,16 @@ def levels_from_nvidia_smi(text: str, device: str, nodes: int = 1) -> tuple[Leve
         nics=len(nic_columns),
     )
     return _levels(node, device, nodes)
+
+
+def _check_symmetric(cells: dict[tuple[int, int], str]) -> None:
+    """A link leads both ways: GPU0's cell for GPU1 is GPU1's for GPU0."""
+    for (a, b), cell in cells.items():
+        if cells[b, a] != cell:
+            raise UsageError(
+                f"`nvidia-smi topo -m`: GPU{a} has {cell} to GPU{b}, and GPU{b} has {cells[b, a]} "
+                f"to GPU{a}; both must be the same. Paste the output as it was printed."
+            )
 
 
 def levels_from_nccl_xml(

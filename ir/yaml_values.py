@@ -19,13 +19,36 @@ def load_yaml(path: Path) -> Values:
         import yaml  # optional: only a cluster.yaml needs it
     except ImportError as error:
         raise UsageError(f"reading {path} needs PyYAML: pip install pyyaml.") from error
+    loader = yaml.SafeLoader(read_text(path))
     try:
-        values = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
+        document = loader.get_single_node()
+        _check_once(document, path)
+        values = loader.construct_document(document) if document else None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not YAML: {error}.") from error
     if not isinstance(values, dict):
         raise UsageError(f"{path} must hold keys and values, such as `device: H100-SXM`.")
     return {str(key): value for key, value in values.items()}
+
+
+def _check_once(node: Any, path: Path) -> None:
+    """Raises `UsageError` for a key that a mapping has twice: YAML would take the last."""
+    if node is None or node.id == "scalar":
+        return
+    lines: dict[str, int] = {}
+    for item in node.value:
+        if node.id == "sequence":
+            _check_once(item, path)
+            continue
+        key, value = item
+        line = key.start_mark.line + 1
+        if key.value in lines and key.id == "scalar":
+            raise UsageError(
+                f"{path}: `{key.value}` stands in line {lines[key.value]} and in line {line}. Keep "
+                "one of them."
+            )
+        lines[str(key.value)] = line
+        _check_once(value, path)
 
 
 def read_text(path: Path) -> str:
@@ -49,6 +72,8 @@ def check_keys(values: Values, keys: set[str], where: str) -> None:
 def positive(values: Values, key: str, where: str, default: float = 0) -> float:
     """A number above 0; `default` where the key is absent, which is an error without one."""
     value = values.get(key, default)
+    if key not in values and not default:
+        raise UsageError(f"{where}: `{key}` is missing; it is a positive number.")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
         raise UsageError(f"{where}: `{key}` must be a positive number, not {value!r}.")
     return float(value)

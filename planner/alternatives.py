@@ -72,13 +72,14 @@ class Alternative:
 
 def decisions(plan: Plan) -> dict[str, Decision]:
     """By the names that pins have. Recompute is "mixed" where no one word says it."""
-    labels = {placed.keep for stage in plan.stages for placed in stage}
+    labels = {p.keep.removesuffix(" on the host") for stage in plan.stages for p in stage}
     word = labels.pop() if len(labels) == 1 else "mixed" if labels & {"none", "full"} else ""
     mesh: dict[str, Decision] = {axis: plan.mesh.degree(axis) for axis in AXES}
     return mesh | {
         "micro_batches": plan.micro_batches, "schedule": plan.schedule,
         "virtual_stages": plan.virtual_stages,
         "recompute": word if word in (*RECOMPUTE, "mixed") else "selective", "zero": plan.zero,
+        "offload": plan.offload,
     }  # fmt: skip
 
 
@@ -156,6 +157,8 @@ def neighbours(plan: Plan) -> Iterator[tuple[str, Decision]]:
     yield from (("recompute", word) for word in RECOMPUTE if word != now["recompute"])
     if plan.mesh.data > 1:
         yield from _beside("zero", plan.zero, list(ZERO_STAGES))
+    if plan.offload != "none":
+        yield "offload", "none"
 
 
 def _beside(key: str, value: int, legal: list[int]) -> Iterator[tuple[str, Decision]]:

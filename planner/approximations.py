@@ -2,7 +2,7 @@
 
 Input: the workload and the evaluated candidate. Output: notes: operations that run whole, because
 no rule says how to cut them or nothing divides, large parameters that every rank holds whole,
-and the kind of cost model.
+products without units, pinned schedules without stages, and the kind of cost model.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def divides_something(kinds: tuple[Variant, ...], degree: int) -> bool:
 def approximations(work: Workload, best: Evaluated, cluster: Cluster) -> tuple[str, ...]:
     """All notes, in a stable order."""
     mesh = best.candidate.mesh
-    notes = [*_unlike_devices(cluster)]
+    notes = [*_unlike_devices(cluster), *_no_units(work, cluster), *_nothing_to_order(best)]
     if mesh.size > 1:
-        notes += _unknown_operations(work)
+        notes += [*_fixed_batch(work), *_unknown_operations(work)]
     if mesh.tensor > 1:
         notes += [*_whole_parameters(work, best), *_whole_work(best)]
     if mesh.tensor > 1 and not divides_something(work.kinds, mesh.tensor):
@@ -52,6 +52,34 @@ def _unlike_devices(cluster: Cluster) -> list[str]:
         f"{cluster}: every device is taken as {device.name} with {device.usable_bytes / GIB:.1f} "
         "usable GiB, the slowest of them with the least memory; the others wait"
     ]
+
+
+def _fixed_batch(work: Workload) -> list[str]:
+    """Why no data ranks and micro-batches were considered."""
+    reason = work.graph.fixed_batch
+    return [f"the batch can't be cut, since the model works for one size: {reason}"] * bool(reason)
+
+
+def _nothing_to_order(best: Evaluated) -> list[str]:
+    """A pinned schedule on a mesh with one pipeline rank."""
+    candidate = best.candidate
+    if candidate.mesh.pipeline > 1 or candidate.schedule == "1f1b":
+        return []
+    return [f"schedule={candidate.schedule} orders the work of pipeline ranks, and there is one"]
+
+
+def _no_units(work: Workload, cluster: Cluster) -> list[str]:
+    """Products in a precision that the device has no units for."""
+    device = cluster.device
+    made = {
+        kind.block.types[name].dtype for kind in work.kinds for node in kind.block.nodes
+        if op_def(node.op).kind in ("matmul", "attention", "conv")
+        for name in node.outputs if name in kind.block.types
+    }  # fmt: skip
+    return [
+        f"{device.name} has no units for {dtype}: its products are priced as those of float32"
+        for dtype in sorted(made) if not device.has_units(dtype)
+    ]  # fmt: skip
 
 
 def _how_priced(cluster: Cluster) -> str:
@@ -83,13 +111,22 @@ def _whole_parameters(work: Workload, best: Evaluated) -> list[str]:
         place = best.program.state.get(item.name)
         if not isinstance(place, Replicate) or item.type.bytes(1) < LARGE_SHARE * total:
             continue
-        odd = [int(size) for size in item.type.shape if int(size) % degree]
+        sizes = [int(size) for size in item.type.shape]
+        odd = [size for size in sizes if size % degree]
         if odd:
             name = re.sub(r"(?<=\.)\d+(?=\.)", "*", item.names[0])
-            notes.append(
-                f"{name!r} is held whole on the tensor axis: {odd[0]} is not divisible by {degree}"
-            )
+            notes.append(f"{name!r} is held whole on the tensor axis: {_why_whole(sizes, degree)}")
     return notes
+
+
+def _why_whole(sizes: list[int], degree: int) -> str:
+    """Which dims can't be cut, and that the others were not."""
+    odd = " and ".join(str(size) for size in dict.fromkeys(sizes) if size % degree)
+    even = " or ".join(str(size) for size in dict.fromkeys(sizes) if size % degree == 0)
+    are = "are" if " and " in odd else "is"
+    return f"{odd} {are} not divisible by {degree}" + (
+        f", and a cut of {even} was not chosen" if even else ""
+    )
 
 
 def _whole_work(best: Evaluated) -> list[str]:

@@ -42,13 +42,13 @@ def _whole_rate(lowered: Lowered, menu: Sequence[MenuPoint]) -> float:
 
 
 def recomputed_share(found: Evaluated) -> float:
-    """The part of all compute and communication that goes into recomputation."""
+    """The part of all compute and communication that goes into recomputation and copies."""
     again_s = total_s = 0.0
     for placed in (p for calls in found.program.stages for p in calls):
         menu = found.pieces.menus[placed.variant]
         point = _point(menu, placed)
-        again_s += point.backward.total_s - min(p.backward.total_s for p in menu)
-        total_s += point.forward.total_s + point.backward.total_s
+        again_s += point.total_s - min(p.total_s for p in menu)
+        total_s += point.total_s
     return again_s / total_s if total_s else 0.0
 
 
@@ -64,9 +64,9 @@ def _point(menu: Sequence[MenuPoint], placed: StageCall) -> MenuPoint:
 def _upgrade(menu: Sequence[MenuPoint], point: MenuPoint) -> float:
     """The most seconds per byte that a faster point saves."""
     return max((
-        (point.backward.total_s - other.backward.total_s) / (other.held_bytes - point.held_bytes)
+        (point.total_s - other.total_s) / (other.held_bytes - point.held_bytes)
         for other in menu
-        if other.held_bytes > point.held_bytes and other.backward.total_s < point.backward.total_s
+        if other.held_bytes > point.held_bytes and other.total_s < point.total_s
     ), default=0.0)  # fmt: skip
 
 

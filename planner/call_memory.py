@@ -2,7 +2,8 @@
 
 Input: a program, a variant with its menu point, its storages. Output: `CallMemory`. The caller
 holds arguments and tangents until the call is over, so a block can free only what it makes itself
-and what is handed to it alone: the values that forward kept.
+and what is handed to it alone: the values that forward kept, and copies of those that forward left
+on the host.
 """
 
 from __future__ import annotations
@@ -45,13 +46,29 @@ class CallMemory:
 
     @cached_property
     def kept(self) -> tuple[str, ...]:
-        """Storages that forward hands to backward."""
-        return self._owners(self.program.kept(self.variant, self.keep))
+        """Storages that forward hands to backward, on the device."""
+        names = self.program.kept(self.variant, self.keep)
+        return self._owners(self.storage, [name for name in names if name not in self.hosted])
+
+    @cached_property
+    def hosted(self) -> tuple[str, ...]:
+        """Values that forward hands to backward by way of the host."""
+        return self.program.hosted(self.variant, self.keep)
+
+    @cached_property
+    def later(self) -> Storage:
+        """The storages of backward, which fetches copies of what is on the host."""
+        return self.storage.fetched(self.backward, self.hosted)
+
+    @cached_property
+    def fetched(self) -> tuple[str, ...]:
+        """Storages that backward fetches when it starts."""
+        return self._owners(self.later, self.hosted)
 
     @cached_property
     def handed(self) -> tuple[tuple[str, str], ...]:
         """(input, the storage of its gradient) of what backward returns, in order."""
-        owner, pairs = self.storage.owner, self.lowered.gradients
+        owner, pairs = self.later.owner, self.lowered.gradients
         return tuple((value, owner[name]) for value, name in pairs if value not in self.always)
 
     @cached_property
@@ -65,7 +82,7 @@ class CallMemory:
     @cached_property
     def pending(self) -> tuple[str, ...]:
         """Storages between the halves of a split backward."""
-        return self._owners(self.split.pending)
+        return self._owners(self.later, self.split.pending)
 
     @cached_property
     def backward(self) -> tuple[Node, ...]:
@@ -126,10 +143,10 @@ class CallMemory:
         if (what, alone) not in self._peaks:
             kept = self.program.kept(self.variant, self.keep)
             given = self.split.pending if what == "weight" else kept
-            owner = self.storage.owner
+            owner = self.later.owner
             free = [n for n in {*self._outside, *given} if n in owner and owner[n] not in alone]
             self._peaks[what, alone] = peak_bytes(
-                nodes, self.storage.again(nodes, given), until_end=tuple(ends),
+                nodes, self.later.again(nodes, given), until_end=tuple(ends),
                 present=[name for name in given if owner[name] in alone],
                 uncounted=free, working=self._working(nodes),
             )  # fmt: skip
@@ -138,7 +155,7 @@ class CallMemory:
     def _working(self, nodes: Iterable[Node]) -> dict[str, int]:
         return self.inner | exchange_bytes(tuple(nodes), self.lowered.types)
 
-    def _owners(self, names: Iterable[str]) -> tuple[str, ...]:
+    def _owners(self, storage: Storage, names: Iterable[str]) -> tuple[str, ...]:
         there = self.always | set(self.lowered.early)
-        found = dict.fromkeys(self.storage.owner[name] for name in names)
+        found = dict.fromkeys(storage.owner[name] for name in names)
         return tuple(owner for owner in found if owner not in there)

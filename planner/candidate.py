@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from typing import overload
 
 from ir.errors import Refused
+from ir.offload import offload_of, offloads_optimizer
 from ir.plan import Placed, Prediction
 from ir.schedules import Held
 from ir.spmd import Spmd, StageCall
 from planner.cost import CostModel
 from planner.interleave import plan_interleaved
+from planner.offload import HostFull, check_host
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import StateCost
@@ -29,6 +33,7 @@ from planner.stage_problem import (
     StagePlan,
     StageProblem,
     price,
+    stage_memory,
 )
 from planner.stage_refusal import excess_message, least_assignment
 from planner.stages import plan_stages
@@ -36,6 +41,10 @@ from planner.workload import Workload as Workload
 
 ATTEMPTS = 3
 """How often the stages are planned again with less room when the exact bytes pass the capacity."""
+
+
+NEARLY = 1.2
+"""Over the capacity: what the stage problem takes for too large by no more may fit."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +58,34 @@ class Evaluated:
     prediction: Prediction
 
 
-def evaluate(work: Workload, candidate: Candidate, found: Pieces, cost: CostModel) -> Evaluated:
-    """The best stages of a candidate; `Refused` if it does not fit."""
-    return _Evaluation(work, candidate, found, cost).run()
+@dataclass(frozen=True)
+class TooSlow:
+    """Instead of an evaluation that would take longer than its limit."""
+
+    step_s: float
+
+
+@overload
+def evaluate(
+    work: Workload, candidate: Candidate, found: Pieces, cost: CostModel
+) -> Evaluated: ...
+@overload
+def evaluate(
+    work: Workload, candidate: Candidate, found: Pieces, cost: CostModel, limit_s: float
+) -> Evaluated | TooSlow: ...
+def evaluate(
+    work: Workload, candidate: Candidate, found: Pieces, cost: CostModel, limit_s: float = inf
+) -> Evaluated | TooSlow:
+    """The best stages of a candidate; `Refused` if it does not fit. Where the host has no room for
+    what they would offload, the best stages that offload no activations. Beyond `limit_s` seconds
+    the exact memory is not looked at."""
+    try:
+        return _Evaluation(work, candidate, found, cost).run(limit_s)
+    except HostFull:
+        near = tuple(tuple(p for p in menu if not p.hosted) for menu in found.menus)
+        if near == found.menus or not all(near):
+            raise
+        return _Evaluation(work, candidate, replace(found, menus=near), cost).run(limit_s)
 
 
 def evaluate_stages(
@@ -72,7 +106,34 @@ def evaluate_least(
 class _Evaluation(StagePrices):
     """One evaluation; see the module's docstring."""
 
-    def run(self) -> Evaluated:
+    def run(self, limit_s: float) -> Evaluated | TooSlow:
+        """The best stages; or, since the stage problem's bytes are an estimate, the smallest ones
+        where those fit by exact count."""
+        try:
+            return self._best(limit_s)
+        except HostFull:
+            raise
+        except Refused as error:
+            found = self._smallest()
+            if found is None:
+                raise error
+            return found
+
+    def _smallest(self) -> Evaluated | None:
+        """The stages of least memory, if they fit."""
+        problem = self._problem(self.cost.capacity_bytes)
+        assignment = least_assignment(problem)
+        estimates = [stage_memory(problem, s, stage) for s, stage in enumerate(assignment)]
+        nearly = NEARLY * self.cost.capacity_bytes
+        if self.candidate.virtual_stages > 1 or any(e.peak_bytes > nearly for e in estimates):
+            return None
+        found = self.given(assignment)
+        if found.prediction.peak_bytes > self.cost.capacity_bytes:
+            return None
+        self._check_host(found.prediction)
+        return found
+
+    def _best(self, limit_s: float) -> Evaluated | TooSlow:
         room = self.cost.capacity_bytes
         for attempt in range(ATTEMPTS):
             problem = self._problem(room)
@@ -80,12 +141,14 @@ class _Evaluation(StagePrices):
             ranks = self.candidate.mesh.pipeline
             plan = plan_interleaved(problem, ranks) if several else plan_stages(problem)
             program, stages = self._placed(plan)
+            if limit_s < inf and (step_s := self.step_s(program)) > limit_s:
+                return TooSlow(step_s)
             prediction = self.prediction(program, plan.bound_s)
             excess = prediction.peak_bytes - self.cost.capacity_bytes
             if excess <= 0:
-                used = _used_keeps(program)
+                self._check_host(prediction)
                 return Evaluated(
-                    self.candidate, self.found, replace(program, keeps=used), stages, prediction
+                    self.candidate, self.found, _with_used_points(program), stages, prediction
                 )
             room -= excess
             if room <= 0 or attempt == ATTEMPTS - 1:
@@ -97,8 +160,13 @@ class _Evaluation(StagePrices):
         plan = price(self._problem(self.cost.capacity_bytes), assignment)
         program, stages = self._placed(plan)
         prediction = self.prediction(program, plan.bound_s)
-        used = replace(program, keeps=_used_keeps(program))
+        used = _with_used_points(program)
         return Evaluated(self.candidate, self.found, used, stages, prediction)
+
+    def _check_host(self, prediction: Prediction) -> None:
+        host_bytes = [stage.host_bytes for stage in prediction.stages]
+        if any(host_bytes):
+            check_host(self.cost.cluster, self.candidate.mesh, host_bytes)
 
     def least(self) -> Evaluated:
         """The stages of least memory."""
@@ -210,10 +278,18 @@ def _ordered(choices: Sequence[Choice]) -> list[Choice]:
     return sorted((c for c in choices if c.count), key=lambda c: (c.run, c.point))
 
 
-def _used_keeps(program: Spmd) -> tuple[dict[str, frozenset[str]], ...]:
-    """Only the menu points that some call uses."""
+def _with_used_points(program: Spmd) -> Spmd:
+    """With only the menu points that some call uses, and the word for what is offloaded."""
     used = {(p.variant, p.keep) for calls in program.stages for p in calls}
-    return tuple(
-        {label: kept for label, kept in keeps.items() if (variant, label) in used}
-        for variant, keeps in enumerate(program.keeps)
+    keeps, hosts = (
+        tuple(
+            {label: names for label, names in points.items() if (variant, label) in used}
+            for variant, points in enumerate(table)
+        )
+        for table in (program.keeps, program.hosts)
     )
+    offload = offload_of(
+        optimizer=offloads_optimizer(program.offload),
+        activations=any(names for points in hosts for names in points.values()),
+    )
+    return replace(program, keeps=keeps, hosts=hosts, offload=offload)

@@ -34,6 +34,10 @@ class CostModel(Protocol):
         """The mesh whose axes `collective_s` knows."""
 
     @property
+    def cluster(self) -> Cluster:
+        """The devices and their hosts."""
+
+    @property
     def traits(self) -> Traits:
         """How the step is executed."""
 

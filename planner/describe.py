@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ir.cluster import GIB, Cluster
+from ir.cluster import Cluster
 from ir.graph import Node, render
 from ir.layout import Layout, Partial, Shard
 from ir.lower import Lowered
 from ir.ops import op_def
 from ir.plan import Placed, Plan
+from ir.quantities import duration, size
 from ir.reshard import FREE
 from planner.candidate import Evaluated
 from planner.price import COLLECTIVES, NodeTimes, Seconds
@@ -26,8 +27,11 @@ SHORT = {
 MAIN = frozenset(
     "attention normalize embedding.default cross_entropy convolution.default".split()
 )
+_OFFLOADED = {
+    "optimizer": "optimizer state", "activations": "saved values",
+    "all": "optimizer state and saved values",
+}  # fmt: skip
 MOST_NOTES = 8
-MIB = 2**20
 
 
 def describe(plan: Plan, best: Evaluated) -> str:
@@ -51,25 +55,6 @@ def common_path(paths: list[str]) -> str:
     return escaped(patterns.pop()) if len(patterns) == 1 else f"{escaped(paths[0])} …"
 
 
-def duration(seconds: float) -> str:
-    """Three or four digits and a unit.
-
-    >>> duration(0.01234)
-    '12.3 ms'
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3f} s" if unit == "s" else f"{seconds / size:.1f} ms"
-    return f"{seconds * 1e6:.1f} µs"
-
-
-def size(size_bytes: float) -> str:
-    for unit, scale in (("GiB", GIB), ("MiB", MIB)):
-        if size_bytes >= scale:
-            return f"{size_bytes / scale:.1f} {unit}"
-    return f"{size_bytes / 1024:.1f} KiB"
-
-
 def _head(plan: Plan) -> Iterator[str]:
     p, rows = plan.prediction, plan.global_batch // plan.mesh.data // plan.micro_batches
     yield (
@@ -85,11 +70,22 @@ def _head(plan: Plan) -> Iterator[str]:
         parts = ("optimizer state", "gradients", "parameters")[: plan.zero]
         words = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
         yield f"ZeRO {plan.zero} over data={plan.mesh.data}: {words} divided"
+    if plan.offload != "none":
+        host_bytes, rate = max(s.host_bytes for s in p.stages), plan.cluster.host.copy_bytes_per_s
+        yield (
+            f"offload {plan.offload}: {_OFFLOADED[plan.offload]} in host memory, "
+            f"{size(host_bytes)} per device, over {rate / 1e9:.3g} GB/s each way"
+        )
     yield (
         f"time  compute {duration(p.compute_s)}   exposed communication "
         f"{duration(p.exposed_comm_s)}   bubble {duration(p.bubble_s)}   "
         f"optimizer {duration(p.optimizer_s)}"
     )
+    if found := plan.certificate:
+        yield (
+            f"search  {found.candidates:,} candidates for 10^{found.plans_log10:.0f} plans, "
+            f"{found.planned} of them planned"
+        )
     if plan.cluster.usd_per_hour:
         yield cost_line(p.step_s, plan.global_batch, plan.cluster)
 
@@ -167,9 +163,13 @@ def _table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
 
 
 def _keeping(point: MenuPoint, lowered: Lowered, times: NodeTimes) -> str:
-    again = point.backward.total_s - times.total(lowered.backward).total_s
+    again = point.backward.total_s - point.copy_s - times.total(lowered.backward).total_s
     redone = f", of it {duration(again)} again" if again > 0 else ""
-    return f"bwd {duration(point.backward.total_s)}{redone}  saved {size(point.held_bytes)}"
+    text = f"bwd {duration(point.backward.total_s)}{redone}  saved {size(point.held_bytes)}"
+    if not point.hosted:
+        return text
+    there = f"{size(point.host_bytes)} on the host, {duration(point.copy_s)} each way"
+    return f"{text}  and {there}"
 
 
 def _moves(node: Node) -> bool:

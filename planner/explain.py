@@ -1,4 +1,4 @@
-"""Where the time and the bytes of a prediction go, as text.
+"""Where the time and the bytes of a prediction go, as text and as JSON.
 
 Input: a `Predicted`. Output: a few tables: parts of the step, stages, the heaviest operations of
 each block with their local shapes.
@@ -7,7 +7,8 @@ each block with their local shapes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
+from typing import Any
 
 from ir.cluster import GIB
 from ir.graph import Node
@@ -15,6 +16,7 @@ from ir.lower import Lowered
 from planner.predict import Predicted
 from planner.price import NodeTimes
 
+PARTS = ("compute_s", "exposed_comm_s", "bubble_s", "optimizer_s")
 HEAVIEST = 8
 """Operations that are listed per direction of a block."""
 
@@ -26,12 +28,35 @@ def explain(found: Predicted) -> str:
     ])  # fmt: skip
 
 
+def explain_json(found: Predicted) -> dict[str, Any]:
+    """The same as plain JSON values: times in seconds, sizes in bytes."""
+    candidate, pieces = found.evaluated.candidate, found.evaluated.pieces
+    blocks = [
+        {
+            "block": kind.block.name, "calls": len(kind.calls),
+            "forward": _heaviest_json(lowered.forward, lowered, times),
+            "backward": _heaviest_json(lowered.backward, lowered, times),
+        }
+        for kind, lowered, times in zip(
+            found.evaluated.program.kinds, pieces.lowered, pieces.times, strict=True
+        )
+    ]  # fmt: skip
+    return {
+        "candidate": {**asdict(candidate.mesh), "micro_batches": candidate.micro_batches,
+                      "rows": candidate.rows, "recompute": found.recompute},
+        "parts": {name: getattr(found, name) for name in PARTS}, "step_s": found.step_s,
+        "usd_per_step": found.usd_per_step,
+        "stages": [asdict(stage) for stage in found.evaluated.prediction.stages],
+        "traits": asdict(found.traits), "blocks": blocks,
+    }  # fmt: skip
+
+
 def _parts(found: Predicted) -> Iterator[str]:
     """The step by what it is spent on; all of the busiest stage."""
     candidate = found.evaluated.candidate
     yield f"{candidate}, {candidate.rows} rows each, recompute {found.recompute}"
     step = found.step_s
-    for name in ("compute_s", "exposed_comm_s", "bubble_s", "optimizer_s"):
+    for name in PARTS:
         seconds = getattr(found, name)
         yield f"  {name.removesuffix('_s'):<14} {seconds:10.4f} s  {seconds / step:6.1%}"
     yield f"  {'step':<14} {step:10.4f} s"
@@ -71,12 +96,28 @@ def _blocks(found: Predicted) -> Iterator[str]:
             yield from _heaviest(word, nodes, lowered, times)
 
 
+def _heaviest_json(
+    nodes: tuple[Node, ...], lowered: Lowered, times: NodeTimes
+) -> list[dict[str, Any]]:
+    """The heaviest operations with their local shapes."""
+    return [
+        {"op": node.op, "seconds": seconds, "makes": makes}
+        for node, seconds, makes in _by_weight(nodes, lowered, times)
+    ]
+
+
 def _heaviest(
     word: str, nodes: tuple[Node, ...], lowered: Lowered, times: NodeTimes
 ) -> Iterator[str]:
+    for node, seconds, makes in _by_weight(nodes, lowered, times):
+        yield f"  {word:<8} {seconds * 1e6:10.1f} us  {node.op:<28} {', '.join(makes)}"
+
+
+def _by_weight(
+    nodes: tuple[Node, ...], lowered: Lowered, times: NodeTimes
+) -> Iterator[tuple[Node, float, list[str]]]:
+    """The heaviest nodes, their seconds and what they make."""
     of = times.of
-    ordered = sorted(nodes, key=lambda node: -of[node.outputs[0]].total_s)
-    for node in ordered[:HEAVIEST]:
-        seconds = of[node.outputs[0]].total_s
-        kinds = ", ".join(str(lowered.types[n]) for n in node.outputs if n in lowered.types)
-        yield f"  {word:<8} {seconds * 1e6:10.1f} us  {node.op:<28} {kinds}"
+    for node in sorted(nodes, key=lambda node: -of[node.outputs[0]].total_s)[:HEAVIEST]:
+        makes = [str(lowered.types[n]) for n in node.outputs if n in lowered.types]
+        yield node, of[node.outputs[0]].total_s, makes

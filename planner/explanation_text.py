@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from ir.cluster_change import level_names
 from ir.plan import Plan
+from ir.quantities import duration, size
 from planner.alternatives import Alternative, Difference, Moved, compare, decisions
-from planner.describe import duration, escaped, size
+from planner.describe import escaped
 from planner.relaxations import Relaxation
 from planner.remedies import Remedy
 from planner.shortage import Part, Shortage

@@ -16,7 +16,7 @@ from ir.split import Split, split_backward
 from planner.liveness import peak_bytes
 from planner.pieces import Pieces
 from planner.price import Seconds
-from planner.recompute import MenuPoint
+from planner.recompute import MenuPoint, everything
 from planner.storage import Storage
 
 
@@ -68,8 +68,10 @@ def _halves(found: Pieces, number: int, always: frozenset[str], point: MenuPoint
         owner for owner in dict.fromkeys(storage.owner[name] for name in split.pending)
         if owner not in there
     )  # fmt: skip
+    fetched = Seconds(0.0, point.copy_s)
     return Halves(
-        times.total(split.input, {*handed, *split.pending}), times.total(split.weight, late),
+        times.total(split.input, {*handed, *split.pending}) + fetched,
+        times.total(split.weight, late),
         owners, storage.bytes_of(owners),
         _working_bytes(lowered, storage, split, point, always, handed),
     )  # fmt: skip
@@ -90,5 +92,17 @@ def _working_bytes(
     second = peak_bytes(
         split.weight, storage, present=split.pending, until_end=(), uncounted=uncounted
     )
-    held = storage.bytes_of(kept), storage.bytes_of(split.pending)
+    near = [name for name in kept if name not in point.hosted]
+    held = storage.bytes_of(near), storage.bytes_of(split.pending)
     return max(0, first - held[0], second - held[1])
+
+
+def least_pending_bytes(lowered: Lowered, storage: Storage, always: frozenset[str]) -> int:
+    """What the first half of a backward leaves for the second, at least: gradients that no other
+    block has."""
+    every = everything(lowered, storage, always)
+    made = {name for node in lowered.backward for name in node.outputs}
+    handed = {storage.owner[gradient] for _, gradient in lowered.gradients}
+    pending = split_backward(lowered, every, always).pending
+    owners = {storage.owner[name] for name in pending if name in made}
+    return storage.bytes_of((owners & made) - handed)

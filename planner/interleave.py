@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -25,12 +24,14 @@ import numpy as np
 from ir.errors import Refused
 from planner.stage_cuts import sums
 from planner.stage_points import StagePoints, held_run, stage_points
-from planner.stage_problem import Choice, StagePlan, StageProblem, price
+from planner.stage_problem import Choice, Run, StagePlan, StageProblem, price
 from planner.stage_refusal import memory_message
 
 Cuts = tuple[int, ...]  # stage s holds blocks cuts[s]..cuts[s+1]-1
 Value = tuple[int, float, float]  # ranks that don't fit, step, how unequal the ranks are
 Content = tuple[tuple[int, int], ...]  # (run, blocks) of a stage
+Rank = tuple[float, float, bool]
+Move = tuple[int, int, int]  # from cut, to cut, by blocks
 
 
 def plan_interleaved(problem: StageProblem, ranks: int, gap: float = 0.005) -> StagePlan:
@@ -67,37 +68,36 @@ class _Descent:
     def __init__(self, problem: StageProblem, ranks: int) -> None:
         self.problem, self.ranks = problem, ranks
         self.virtual = problem.stages // ranks
+        self.block_runs = problem.block_runs
         self.content = lru_cache(maxsize=None)(self._content)
-        self.points = lru_cache(maxsize=None)(self._points)
+        self.held = lru_cache(maxsize=None)(self._held)
+        self.known: dict[tuple[int, tuple[Content, ...]], Rank] = {}
         self.sends_s = [
             sum(problem.exposed_send_s(s) for s in range(rank, problem.stages, ranks))
             for rank in range(ranks)
         ]
 
     def run(self, cuts: Cuts) -> Cuts:
-        """The first move that helps is made, until none does."""
-        found = self.value(cuts)
-        is_better = True
-        while is_better:
-            is_better = False
-            for moved in _moves(cuts, self.ranks):
-                value = self.value(moved)
-                if _is_less(value, found):
-                    found, cuts, is_better = value, moved, True
-                    break
+        """Every move that helps is made, until none does."""
+        moves = list(_moves(len(cuts), self.ranks))
+        least = least_blocks(cuts[-1], len(cuts) - 1)
+        found, left, place = self.value(cuts), len(moves), 0
+        while left:
+            moved = _moved(cuts, moves[place], least)
+            place, left = (place + 1) % len(moves), left - 1
+            value = self.value(moved) if moved else found
+            if moved and _is_less(value, found):
+                found, cuts, left = value, moved, len(moves)
         return cuts
 
     def value(self, cuts: Cuts) -> Value:
-        problem, contents = self.problem, self._contents(cuts)
-        points = [self.points(rank, contents[rank :: self.ranks]) for rank in range(self.ranks)]
-        times = [
-            (found.seconds if found else 0.0) + send_s
-            for found, send_s in zip(points, self.sends_s, strict=True)
-        ]
-        slowest = max(times)
-        step_s = problem.micro_batches * slowest + (sum(times) - slowest) / self.virtual
-        step_s += max(self._tail_s(contents[rank :: self.ranks]) for rank in range(self.ranks))
-        return points.count(None), step_s, sum(time * time for time in times)
+        contents = self._contents(cuts)
+        parts = [self._rank(rank, contents[rank :: self.ranks]) for rank in range(self.ranks)]
+        times = [time for time, _, _ in parts]
+        slowest, total = max(times), sum(times)
+        step_s = self.problem.micro_batches * slowest + (total - slowest) / self.virtual
+        step_s += max(tail for _, tail, _ in parts)
+        return sum(unfit for _, _, unfit in parts), step_s, sum(time * time for time in times)
 
     def choices(self, cuts: Cuts, gap: float) -> tuple[tuple[Choice, ...], ...] | None:
         """Per stage what runs on it; None where a rank does not fit."""
@@ -115,19 +115,32 @@ class _Descent:
         return tuple(stages)
 
     def _contents(self, cuts: Cuts) -> tuple[Content, ...]:
-        return tuple(self.content(a, b) for a, b in pairwise(cuts))
+        return tuple(map(self.content, cuts, cuts[1:]))
 
     def _content(self, a: int, b: int) -> Content:
-        return tuple(sorted(Counter(self.problem.block_runs[a:b]).items()))
+        return tuple(sorted(Counter(self.block_runs[a:b]).items()))
+
+    def _held(self, stage: int, run: int, count: int) -> Run:
+        return held_run(self.problem, stage, self.problem.runs[run], count)
+
+    def _rank(self, rank: int, contents: tuple[Content, ...]) -> Rank:
+        """Seconds of a micro-batch and of a step's end, and whether it does not fit."""
+        key = (rank, contents)
+        if key not in self.known:
+            points = self._points(rank, contents)
+            seconds = (points.seconds if points else 0.0) + self.sends_s[rank]
+            self.known[key] = seconds, self._tail_s(contents), points is None
+        return self.known[key]
 
     def _points(
         self, rank: int, contents: tuple[Content, ...], gap: float = inf
     ) -> StagePoints | None:
         """What the blocks of all stages of a rank run at."""
-        problem, runs = self.problem, []
-        for place, content in enumerate(contents):
-            stage = place * self.ranks + rank
-            runs += [held_run(problem, stage, problem.runs[r], count) for r, count in content]
+        problem = self.problem
+        runs = [
+            self.held(place * self.ranks + rank, r, count)
+            for place, content in enumerate(contents) for r, count in content
+        ]  # fmt: skip
         present = {r for content in contents for r, _ in content}
         copies = sum(size for i, j, size in problem.tied if j in present and i not in present)
         return stage_points(runs, problem.capacity_bytes[rank] - copies, gap)
@@ -150,14 +163,19 @@ def _is_less(one: Value, other: Value) -> bool:
     return one[2] < other[2] * (1 - tiny)
 
 
-def _moves(cuts: Cuts, ranks: int) -> Iterator[Cuts]:
+def _moves(cuts: int, ranks: int) -> Iterator[Move]:
     """One block over each cut, or over several cuts in a row, either way; so a block can get from
     any rank to any other."""
-    least = least_blocks(cuts[-1], len(cuts) - 1)
     for length in range(ranks):
-        for first in range(1, len(cuts) - 1 - length):
-            last = first + length
-            for step in (-1, 1):
-                moved = [c + step if first <= i <= last else c for i, c in enumerate(cuts)]
-                if all(b - a >= least for a, b in pairwise(moved)):
-                    yield tuple(moved)
+        for first in range(1, cuts - 1 - length):
+            yield first, first + length, -1
+            yield first, first + length, 1
+
+
+def _moved(cuts: Cuts, move: Move, least: int) -> Cuts | None:
+    """None where a stage gets too small."""
+    first, last, step = move
+    shrunk = (first - 1, first) if step < 0 else (last, last + 1)
+    if cuts[shrunk[1]] - cuts[shrunk[0]] <= least:
+        return None
+    return (*cuts[:first], *(c + step for c in cuts[first : last + 1]), *cuts[last + 1 :])

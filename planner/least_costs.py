@@ -1,37 +1,48 @@
 """What candidates share that their bounds are made of: the least that blocks and state take.
 
 Input: a workload, a cluster, the pieces of one device and the shardings by tensor degree and rows.
-Output: seconds and bytes that no plan beats. At all, no choice of kept values recomputes less than
-`planner.frontier` says, and what a device holds is cut evenly over the tensor axis.
+Output: seconds and bytes that no plan beats. At all, no choice of kept values recomputes and copies
+less than `planner.frontier` says, and what a device holds is cut evenly over the tensor axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from math import inf
 from typing import TypeAlias
 
-from ir.cluster import Cluster, Mesh
-from ir.graph import Node
+from ir.cluster import GIB, Cluster, Mesh
+from ir.layout import DATA
+from ir.lower import Lowered
+from ir.offload import offloads_activations, offloads_optimizer, staying_inputs
 from ir.ops import op_def
 from ir.recompute import state_inputs
 from ir.schedules import Held
-from ir.variants import Variant
 from planner.calibrated import cost_model
 from planner.cost import CostModel
 from planner.frontier import Frontier, frontier
+from planner.halves import least_pending_bytes
+from planner.offload import Hosting
 from planner.pieces import Pieces
 from planner.pins import Candidate
-from planner.price import OPTIMIZER_TENSORS, NodeTimes, Seconds, StateCost
+from planner.price import (
+    COLLECTIVES,
+    OPTIMIZER_TENSORS,
+    NodeTimes,
+    Seconds,
+    StateCost,
+    moved_bytes,
+)
 from planner.recompute_program import KeptProgram
 from planner.schedule import moments
 from planner.sharding import Shardings
-from planner.sharding_bound import BlockBound, block_bound, least_total_s
-from planner.sharding_program import HELD_TENSORS
-from planner.workload import Workload
+from planner.sharding_bound import EVENLY, BlockBound, block_bound, least_total_s
+from planner.sharding_program import HELD_TENSORS, Phase
+from planner.workload import Workload, touched_bytes
 from planner.zero import least_held_cost
 
 Kept: TypeAlias = "list[tuple[int, list[tuple[float, float]]]]"
@@ -39,23 +50,28 @@ Kept: TypeAlias = "list[tuple[int, list[tuple[float, float]]]]"
 
 @dataclass
 class LeastCosts:
-    """Kept by tensor degree and rows, or by mesh and ZeRO stage.
+    """Kept by tensor degree and rows, or by mesh, ZeRO stage and offload.
 
     `pieces_of` gives the pieces of one device for so many rows, `shardings_of` the shardings of a
-    candidate.
+    candidate, `lowered_of` the blocks of a rank with so many rows, of so many data ranks
+    and micro-batches, `menus_of` the pieces of a candidate.
     """
 
     work: Workload
     cluster: Cluster
     pieces_of: Callable[[int], Pieces]
     shardings_of: Callable[[Candidate], Shardings]
+    lowered_of: Callable[[int, int, int], Sequence[Lowered]]
+    menus_of: Callable[[Candidate], Pieces]
     known_blocks: dict[tuple[int, int, bool], tuple[BlockBound, ...]] = field(default_factory=dict)
     known_totals: dict[tuple[int, int], float] = field(default_factory=dict)
-    known_kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
-    known_frontiers: dict[int, tuple[Frontier, ...]] = field(default_factory=dict)
+    known_kept: dict[tuple[int, int, bool], Kept] = field(default_factory=dict)
+    known_frontiers: dict[tuple[int, bool], tuple[Frontier, ...]] = field(default_factory=dict)
     known_crossings: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
-    known_states: dict[tuple[Mesh, int], dict[str, StateCost]] = field(default_factory=dict)
-    known_state: dict[tuple[Mesh, int], StateCost] = field(default_factory=dict)
+    known_moves: dict[tuple[int, int, int], Counter[tuple[str, int]]] = field(default_factory=dict)
+    known_left: dict[tuple[str, int], int] = field(default_factory=dict)
+    known_states: dict[tuple[Mesh, int, str], dict[str, StateCost]] = field(default_factory=dict)
+    known_state: dict[tuple[Mesh, int, str], StateCost] = field(default_factory=dict)
 
     def state_bytes(self, candidate: Candidate) -> float:
         """State of a device when it is divided evenly by stages and shards."""
@@ -71,39 +87,37 @@ class LeastCosts:
     @cached_property
     def _working(self) -> list[tuple[int, int]]:
         """Per variant (bytes, bytes per row) of the largest node."""
-        return [max((self._touched(kind, n) for n in kind.block.nodes), key=sum, default=(0, 0))
+        return [max((touched_bytes(kind, n) for n in kind.block.nodes), key=sum, default=(0, 0))
                 for kind in self.work.kinds]  # fmt: skip
-
-    def _touched(self, kind: Variant, node: Node) -> tuple[int, int]:
-        types = kind.block.types
-        views = {o for n in kind.block.nodes if op_def(n.op).kind == "view" for o in n.outputs}
-        made = [n for n in node.outputs if n in types and n not in views]
-        whole = [n for n in node.inputs if n not in views]
-        read = max(whole, key=lambda n: types[n].bytes(2), default=None)
-        pairs = [(types[n].bytes(1), types[n].bytes(2)) for n in (*made, read) if n is not None]
-        rowed = [(one, two - one) for one, two in pairs if two > one]
-        return sum(one - each for one, each in rowed), sum(each for _, each in rowed)
 
     def need_bytes(self, candidate: Candidate) -> float:
         """State and activations of a device, divided evenly, with everything recomputed."""
         mesh = candidate.mesh
         held = max(1, self.flights(candidate, 0))
-        least = self._least_kept_bytes(candidate.rows) / mesh.tensor
+        least = self._kept_bytes(candidate, -1) / mesh.tensor
         return self.state_bytes(candidate) + held * least / mesh.pipeline
 
-    def _least_kept_bytes(self, rows: int) -> float:
-        """Of all calls, on one device, with everything recomputed."""
-        curves = zip(self.work.kinds, self._frontiers(rows), strict=True)
-        return sum(len(kind.calls) * curve.corners[-1][1] for kind, curve in curves)
+    def most_bytes(self, candidate: Candidate) -> float:
+        """The same with everything kept that backward reads."""
+        held = max(1, self.flights(candidate, 0))
+        most = self._kept_bytes(candidate, 0) / candidate.mesh.tensor
+        return self.state_bytes(candidate) + held * most / candidate.mesh.pipeline
+
+    def _kept_bytes(self, candidate: Candidate, corner: int) -> float:
+        """Of all calls, on one device, at an end of the curves: 0, all kept, or -1, nothing."""
+        hosts = offloads_activations(candidate.offload)
+        curves = zip(self.work.kinds, self._frontiers(candidate.rows, hosts=hosts), strict=True)
+        return sum(len(kind.calls) * curve.corners[corner][1] for kind, curve in curves)
 
     def kept(self, candidate: Candidate) -> Kept:
         """Per variant its calls, and (seconds recomputed, bytes kept) on one device of the mesh."""
-        tensor = candidate.mesh.tensor
-        key = (tensor, candidate.rows)
+        tensor, hosts = candidate.mesh.tensor, offloads_activations(candidate.offload)
+        key = (tensor, candidate.rows, hosts)
         if key not in self.known_kept:
             rows: Kept = []
-            for number, curve in enumerate(self._frontiers(candidate.rows)):
-                again = self._evenness(candidate, number) / tensor
+            for number, curve in enumerate(self._frontiers(candidate.rows, hosts=hosts)):
+                evenness = self._evenness(candidate, number)
+                again = (min(1.0, evenness) if hosts else evenness) / tensor  # copies are even
                 corners = [(seconds * again, size / tensor) for seconds, size in curve.corners]
                 rows.append((len(self.work.kinds[number].calls), corners))
             self.known_kept[key] = rows
@@ -180,6 +194,87 @@ class LeastCosts:
             }  # fmt: skip
         return self.known_crossings[rows]
 
+    def weighted_s(
+        self, candidate: Candidate, weights: Mapping[Phase, float], exchange_s: float
+    ) -> float:
+        """As `least_total_s`, with what is done once shared by the pipeline's ranks."""
+        ranks = candidate.mesh.pipeline
+        found = self.shardings_of(candidate)
+        parts = candidate.mesh.data if candidate.zero else 1
+        return least_total_s(found, weights, 1 / ranks, 1 / ranks / parts, exchange_s / ranks)
+
+    def exchange_s(self, candidate: Candidate) -> float:
+        """Of a byte of parameters over the data axis, per step; of long messages, so at least."""
+        cost, times = cost_model(self.cluster, candidate.mesh), candidate.micro_batches
+        if candidate.mesh.data == 1:
+            return 0.0
+        scatter_s, gather_s = (
+            cost.collective_s(kind, GIB, DATA) / GIB for kind in ("reduce_scatter", "all_gather")
+        )
+        scatters = times if candidate.zero >= 2 else 1
+        return scatters * scatter_s + (times if candidate.zero == 3 else 1) * gather_s
+
+    def data_s(self, candidate: Candidate) -> float:
+        """Of collectives on the data axis inside all blocks, per micro-batch; what they move is cut
+        evenly over the tensor axis."""
+        if not self._has_gathers or candidate.mesh.data == 1:
+            return 0.0
+        cost, tensor = cost_model(self.cluster, candidate.mesh), candidate.mesh.tensor
+        return sum(
+            times * cost.collective_s(kind, size // tensor, DATA)
+            for (kind, size), times in self._data_moves(candidate).items()
+        )
+
+    def beside_s(self, candidate: Candidate) -> float:
+        """What a micro-batch takes through all blocks beside their nodes' least seconds."""
+        if candidate.mesh.tensor > 1:
+            return self.data_s(candidate)
+        found = self.menus_of(candidate)
+        whole_s = sum(
+            len(kind.calls) * min(p.forward.total_s + p.backward.total_s for p in menu)
+            for kind, menu in zip(self.work.kinds, found.menus, strict=True)
+        )
+        known_s = least_total_s(self.shardings_of(candidate), {**EVENLY, "early": 1.0})
+        return max(0.0, whole_s - known_s)
+
+    def trained_bytes(self, candidate: Candidate) -> float:
+        """Of all parameters, cut evenly over the tensor axis."""
+        return sum(
+            item.type.bytes(1) for item in self.work.graph.state if item.trainable
+        ) / candidate.mesh.tensor  # fmt: skip
+
+    def pending_bytes(self, candidate: Candidate) -> list[float]:
+        """Per variant what the first half of a backward leaves for the second, at least: gradients
+        that no other block has, cut evenly over the tensor axis."""
+        found = self.pieces_of(candidate.rows)
+        return [
+            self._left_bytes(found, number) / candidate.mesh.tensor
+            for number in range(len(self.work.kinds))
+        ]
+
+    def _left_bytes(self, found: Pieces, number: int) -> int:
+        key = (found.lowered[number].block.name, id(found))
+        if key not in self.known_left:
+            parts = found.lowered[number], found.storages[number], self._always(found, number)
+            self.known_left[key] = least_pending_bytes(*parts)
+        return self.known_left[key]
+
+    @cached_property
+    def _has_gathers(self) -> bool:
+        return any(kind.spread.gathers(kind.block) for kind in self.work.kinds)
+
+    def _data_moves(self, candidate: Candidate) -> Counter[tuple[str, int]]:
+        """(kind, bytes) of those collectives; several micro-batches share what is done early."""
+        key = (candidate.rows, candidate.mesh.data, min(candidate.micro_batches, 2))
+        if key not in self.known_moves:
+            found: Counter[tuple[str, int]] = Counter()
+            for kind, lowered in zip(self.work.kinds, self.lowered_of(*key), strict=True):
+                for node in (*lowered.forward, *lowered.backward):
+                    if node.op in COLLECTIVES and node.args[1] == DATA:
+                        found[node.op, moved_bytes(node, lowered.types)] += len(kind.calls)
+            self.known_moves[key] = found
+        return self.known_moves[key]
+
     def runs(self, candidate: Candidate) -> list[tuple[int, int, StateCost]]:
         """Identical calls in a row: variant, their number, the state that they use first."""
         graph, states = self.work.graph, dict(self.states(candidate))
@@ -192,42 +287,43 @@ class LeastCosts:
         return found
 
     def held_part(self, candidate: Candidate) -> float:
-        """The least part of a block's held bytes that ZeRO and the optimizer leave: of gradients,
-        or of the `HELD_TENSORS` that the curve counts for a parameter and AdamW's state."""
+        """The least part of a block's held bytes that ZeRO, the optimizer and the host leave: of
+        gradients, or of the `HELD_TENSORS` that the curve counts for a parameter and AdamW's
+        state."""
         of_state, of_gradient, of_parameter = (
             candidate.mesh.data if candidate.zero >= stage else 1 for stage in (1, 2, 3)
         )
-        tensors = 1 / of_parameter + OPTIMIZER_TENSORS[self.work.optimizer] / of_state
+        tensors = 1 / of_parameter
+        if not offloads_optimizer(candidate.offload):
+            tensors += OPTIMIZER_TENSORS[self.work.optimizer] / of_state
         return min(tensors / HELD_TENSORS, 1 / of_gradient)
 
     def total_s(self, candidate: Candidate) -> float:
         """Of one micro-batch through all blocks, whose boundaries agree."""
         key = (candidate.mesh.tensor, candidate.rows)
         if key not in self.known_totals:
-            self.known_totals[key] = least_total_s(self.shardings_of(candidate))
+            self.known_totals[key] = least_total_s(self.shardings_of(candidate), EVENLY)
         return self.known_totals[key]
 
     def states(self, candidate: Candidate) -> dict[str, StateCost]:
         """Of every state tensor."""
-        key = (candidate.mesh, candidate.zero)
+        key = (candidate.mesh, candidate.zero, candidate.offload)
         if key not in self.known_states:
             cost = cost_model(self.cluster, candidate.mesh)
             self.known_states[key] = {
-                item.name: least_held_cost(item, cost, self.work.optimizer, candidate.zero)
+                item.name: least_held_cost(
+                    item, cost, self.work.optimizer, candidate.zero, candidate.offload
+                )
                 for item in self.work.graph.state
             }
         return self.known_states[key]
 
     def state(self, candidate: Candidate) -> StateCost:
         """Of all state tensors together."""
-        key = (candidate.mesh, candidate.zero)
+        key = (candidate.mesh, candidate.zero, candidate.offload)
         if key not in self.known_state:
             self.known_state[key] = StateCost.total(list(self.states(candidate).values()))
         return self.known_state[key]
-
-    def is_exact(self, candidate: Candidate) -> bool:
-        """Whether the exact bounds of its blocks are known."""
-        return (candidate.mesh.tensor, candidate.rows, True) in self.known_blocks
 
     def blocks(self, candidate: Candidate, *, exact: bool) -> tuple[BlockBound, ...]:
         """What no sharding of a call of each variant beats."""
@@ -240,25 +336,33 @@ class LeastCosts:
             )
         return self.known_blocks[key]
 
-    def _frontiers(self, rows: int) -> tuple[Frontier, ...]:
-        """Of every variant, on one device."""
-        if rows not in self.known_frontiers:
+    def _frontiers(self, rows: int, *, hosts: bool) -> tuple[Frontier, ...]:
+        """Of every variant, on one device; `hosts`: where the host may hold what is kept."""
+        if (rows, hosts) not in self.known_frontiers:
             found = self.pieces_of(rows)
-            self.known_frontiers[rows] = tuple(
-                frontier(self._kept_program(found, n)) for n in range(len(self.work.kinds))
+            self.known_frontiers[rows, hosts] = tuple(
+                frontier(self._kept_program(found, n, hosts=hosts))
+                for n in range(len(self.work.kinds))
             )
-        return self.known_frontiers[rows]
+        return self.known_frontiers[rows, hosts]
 
-    def _kept_program(self, found: Pieces, number: int) -> KeptProgram:
+    def _kept_program(self, found: Pieces, number: int, *, hosts: bool) -> KeptProgram:
         """Inputs that several calls share are kept once, so they weigh nothing here."""
         graph, kind = self.work.graph, self.work.kinds[number]
         arguments = graph.calls[kind.calls[0]].arguments
         lowered = found.lowered[number]
-        always = state_inputs(lowered, arguments, {item.name for item in graph.state})
+        always = self._always(found, number)
         values = dict(zip(kind.block.inputs, arguments, strict=True))
         shared = {name for name, value in values.items() if self.work.uses[value] > 1}
         times = self._least_times(found, number)
-        return KeptProgram(lowered, found.storages[number], times, always, shared)
+        hosting = Hosting(self.cluster, staying_inputs(graph, kind)) if hosts else None
+        return KeptProgram(lowered, found.storages[number], times, always, shared, hosting)
+
+    def _always(self, found: Pieces, number: int) -> frozenset[str]:
+        """The inputs of a variant that are state."""
+        graph = self.work.graph
+        arguments = graph.calls[self.work.kinds[number].calls[0]].arguments
+        return state_inputs(found.lowered[number], arguments, {item.name for item in graph.state})
 
     def _evenness(self, candidate: Candidate, variant: int) -> float:
         """The least that a node of forward takes on T devices, over a T-th of one device's."""

@@ -66,11 +66,21 @@ class Memories:
         early = sum(call.early_bytes for call in calls)
         return held + batch_bytes(program, stages), early + most - held
 
+    def host_bytes(self, program: Spmd, rank: int) -> int:
+        """Saved values in host memory, at the fullest moment."""
+        stages = [program.stages[stage] for stage in self.candidate.stages_of(rank)]
+        saved = [sum(point_of(self.found, p).host_bytes for p in calls) for calls in stages]
+        return self._in_flight_bytes(rank, saved, [0] * len(saved))
+
     def _held_bytes(self, rank: int, memories: Stages) -> int:
         """Of all micro-batches, between two actions."""
-        candidate = self.candidate
         saved = [memory.saved_bytes for memory in memories.values()]
         pending = [memory.pending_bytes for memory in memories.values()]
+        return self._in_flight_bytes(rank, saved, pending)
+
+    def _in_flight_bytes(self, rank: int, saved: Sequence[int], pending: Sequence[int]) -> int:
+        """From bytes of one micro-batch per stage."""
+        candidate = self.candidate
         if self.hidden_stages == 1:
             return most_held_bytes(self.moments(rank), saved, pending)
         flights = held_batches(
@@ -102,7 +112,8 @@ class Memories:
 
     def _of_call(self, placed: StageCall) -> CallMemory:
         number, point = placed.variant, point_of(self.found, placed)
-        key, known = (number, point.label, point.kept), self.found.memories
+        known = self.found.memories
+        key = (number, point.label, point.kept, point.hosted)
         if key not in known:
             inner = self.found.times[number].inner
             working = {name: int(size) for name, (_, size) in inner.items()}

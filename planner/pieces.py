@@ -19,6 +19,7 @@ from ir.spmd import lower_all
 from ir.variants import Variant
 from planner.call_memory import CallMemory
 from planner.cost import CostModel
+from planner.offload import Hosting
 from planner.price import NodeTimes, node_times
 from planner.recompute import MenuPoint, menu
 from planner.sharding import ShardingResult
@@ -28,7 +29,7 @@ from planner.storage import Storage, storage_of
 @dataclass(frozen=True)
 class Pieces:
     """Per variant its sharding, lowered program, storages, node times and recompute menu; the
-    bytes of menu points, by what they keep, as they get known."""
+    bytes of menu points, by what they keep and where, as they get known."""
 
     shardings: tuple[Sharding, ...]
     state: dict[str, Placement]
@@ -36,7 +37,7 @@ class Pieces:
     storages: tuple[Storage, ...]
     times: tuple[NodeTimes, ...]
     menus: tuple[tuple[MenuPoint, ...], ...]
-    memories: dict[tuple[int, str, frozenset[str]], CallMemory] = field(
+    memories: dict[tuple[int, str, frozenset[str], frozenset[str]], CallMemory] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -85,6 +86,11 @@ def with_menus(
     return replace(found, menus=menus)
 
 
-def best_menu(recompute: str | None) -> MenuOf:
-    """`planner.recompute.menu`, or the part of it that `recompute` allows."""
-    return lambda _, piece, times, always: menu(piece, times.storage, times, always, recompute)
+def best_menu(
+    recompute: str | None, hosting_of: Callable[[Variant], Hosting] | None = None
+) -> MenuOf:
+    """`planner.recompute.menu`, or the part of it that `recompute` allows. `hosting_of`: the host
+    of a variant's values, if they may lie there."""
+    return lambda variant, piece, times, always: menu(
+        piece, times.storage, times, always, recompute, hosting_of(variant) if hosting_of else None
+    )

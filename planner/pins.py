@@ -13,14 +13,20 @@ from math import prod
 from typing import Any
 
 from ir.cluster import AXES, Mesh
-from ir.errors import UsageError
+from ir.errors import Refused, UsageError
+from ir.graph import BATCH, Graph
 from ir.lower import Degrees
+from ir.offload import OFFLOADS
 from ir.schedules import SCHEDULES, check_schedule, fits_rounds, splits_backward
 
 RECOMPUTE = ("none", "selective", "full")
 COUNTS = (*AXES, "micro_batches", "virtual_stages")
-KEYS = (*COUNTS, "schedule", "recompute", "zero")
+KEYS = (*COUNTS, "schedule", "recompute", "zero", "offload")
 ZERO_STAGES = (0, 1, 2, 3)
+WORDS: Mapping[str, tuple[object, ...]] = {
+    "schedule": SCHEDULES, "recompute": RECOMPUTE, "zero": ZERO_STAGES, "offload": OFFLOADS,
+}  # fmt: skip
+"""What those pins may be that are no counts."""
 VIRTUAL_STAGES = (2, 4, 8)
 """Stages per rank that the interleaved schedule is tried with: each halves the fill once more, and
 doubles what is sent."""
@@ -38,12 +44,14 @@ class Pins:
     recompute: str | None = None
     virtual_stages: int | None = None
     zero: int | None = None
+    offload: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A mesh with a micro-batch count, a schedule and stages per rank; `rows` of the batch per
-    micro-batch. `zero`: what is divided over the data axis, 0 (nothing) to 3 (`ir.spmd.Spmd`)."""
+    micro-batch. `zero`: what is divided over the data axis, 0 (nothing) to 3 (`ir.spmd.Spmd`).
+    `offload`: what lies in host memory (`ir.offload`)."""
 
     mesh: Mesh
     micro_batches: int
@@ -51,6 +59,7 @@ class Candidate:
     rows: int
     virtual_stages: int = 1
     zero: int = 0
+    offload: str = "none"
 
     @property
     def stages(self) -> int:
@@ -69,18 +78,24 @@ class Candidate:
     def __str__(self) -> str:
         more = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
         more += f" zero={self.zero}" if self.zero else ""
+        more += f" offload={self.offload}" if self.offload != "none" else ""
         return f"{self.mesh} micro_batches={self.micro_batches} {self.schedule}{more}"
 
 
 def read_pins(values: Mapping[str, Any] | None) -> Pins:
     """Checks keys and types."""
+    if values is not None and not isinstance(values, Mapping):
+        raise UsageError(
+            f"pins are given by name, such as {{\"tensor\": 2, \"schedule\": \"gpipe\"}}, not "
+            f"as {values!r}."
+        )
     values = dict(values or {})
     for key, value in values.items():
         if key not in KEYS:
             raise UsageError(f"unknown pin {key!r}. Pins are {', '.join(KEYS)}.")
         if key in COUNTS and (type(value) is not int or value < 1):
             raise UsageError(f"pin {key}={value!r}: it must be a whole number of at least 1.")
-        words = {"schedule": SCHEDULES, "recompute": RECOMPUTE, "zero": ZERO_STAGES}.get(key)
+        words = WORDS.get(key)
         if words and (value not in words or isinstance(value, bool)):
             raise UsageError(f"pin {key}={value!r}: it is one of {', '.join(map(str, words))}.")
     return Pins(**values)
@@ -117,10 +132,29 @@ def parse_pins(text: str, *, micro_batches: int | None = None) -> dict[str, int 
     return pin
 
 
-def check_pins(pins: Pins, n_devices: int, global_batch: int, *, has_batch: bool) -> None:
-    """Raises `UsageError` for pins that contradict the devices, the batch or each other."""
+def check_batch(graph: Graph, global_batch: int) -> None:
+    """The capture must be valid for this batch."""
+    if type(global_batch) is not int or global_batch < 1:
+        raise UsageError(f"global batch {global_batch!r}: it must be a whole number of at least 1.")
+    for guard in graph.guards:
+        if not bool(guard.subs(BATCH, global_batch)):
+            raise Refused(
+                f"{graph.model} was captured for batches with {guard}, and the global batch is "
+                f"{global_batch}. Use a batch that meets it, or trace with this batch size."
+            )
+
+
+def check_pins(
+    pins: Pins, n_devices: int, global_batch: int | None = None, *, has_batch: bool = True,
+    why_fixed: str = "",
+) -> None:  # fmt: skip
+    """Raises `UsageError` for pins that contradict the devices, the batch or each other.
+
+    `global_batch` None: not known yet. `has_batch`: the model works for other numbers of rows;
+    `why_fixed`: what keeps it from that.
+    """
     _check_devices(pins, n_devices)
-    _check_order(pins)
+    _check_order(pins, n_devices)
     if pins.zero and _most_data(pins, n_devices, has_batch=has_batch) == 1:
         raise UsageError(
             f"pin zero={pins.zero}: ZeRO divides state over data ranks, and with data=1 there is "
@@ -132,21 +166,26 @@ def check_pins(pins: Pins, n_devices: int, global_batch: int, *, has_batch: bool
             "block's backward ends, and this schedule cuts it in halves. Use zero=1, or "
             "schedule=1f1b."
         )
+    reason = why_fixed or "no input could be traced with another number of rows"
     for key in ("data", "micro_batches"):
         value = getattr(pins, key)
         if value not in (None, 1) and not has_batch:
             raise UsageError(
-                f"pin {key}={value}: the model works for one batch size only (no input could be "
-                f"traced with another number of rows), so it can't be split. Use {key}=1."
+                f"pin {key}={value}: the model works for one batch size only ({reason}), so it "
+                f"can't be split. Use {key}=1."
             )
     data = pins.data or 1
     if pins.pipeline and pins.tensor:
         data = n_devices // pins.pipeline // pins.tensor
     if data > 1 and not has_batch:
         raise UsageError(
-            f"data={data}: the model works for one batch size only, so it can't be split. Use "
-            "data=1, with more stages or a higher tensor degree."
+            f"data={data}: the model works for one batch size only ({reason}), so it can't be "
+            "split. Use data=1, with more stages or a higher tensor degree."
         )
+    if global_batch is None:
+        return
+    if type(global_batch) is not int or global_batch < 1:
+        raise UsageError(f"global batch {global_batch!r}: it must be a whole number of at least 1.")
     if global_batch % data:
         raise UsageError(
             f"a global batch of {global_batch} can't be divided by data={data}. Use "
@@ -161,13 +200,32 @@ def check_pins(pins: Pins, n_devices: int, global_batch: int, *, has_batch: bool
         )
 
 
-def _check_order(pins: Pins) -> None:
+def _check_order(pins: Pins, n_devices: int) -> None:
     """A schedule that has no order for the pinned sizes is refused before anything is planned."""
+    pipeline = _only_pipeline(pins, n_devices)
+    if pipeline == 1 and pins.schedule in ("gpipe", "zero-bubble"):
+        raise UsageError(
+            f"schedule={pins.schedule} with pipeline=1: it orders the work of pipeline ranks, and "
+            f"there is one. Use schedule=1f1b{_with_more_ranks(pins, n_devices)}."
+        )
+    ranks = pipeline or 2
     virtual = pins.virtual_stages or (2 if pins.schedule == "interleaved" else 1)
     schedule = pins.schedule or ("interleaved" if virtual > 1 else "1f1b")
-    ranks = pins.pipeline or 2
-    micro_batches = (pins.micro_batches if pins.pipeline else None) or ranks
+    micro_batches = (pins.micro_batches if pipeline else None) or ranks
     check_schedule(schedule, ranks, micro_batches, virtual)
+
+
+def _only_pipeline(pins: Pins, n_devices: int) -> int | None:
+    """The one pipeline degree that the other pins leave; None if there are several."""
+    others = [degree for degree in (pins.data, pins.tensor) if degree]
+    left = n_devices // prod(others)
+    return pins.pipeline or (left if len(others) == 2 or left == 1 else None)
+
+
+def _with_more_ranks(pins: Pins, n_devices: int) -> str:
+    """`, or pipeline=2`, if the other pins leave devices for it."""
+    left = n_devices // ((pins.data or 1) * (pins.tensor or 1))
+    return f", or pipeline={divisors(left)[1]}" if left > 1 else ""
 
 
 def _most_data(pins: Pins, n_devices: int, *, has_batch: bool) -> int:
@@ -216,6 +274,11 @@ def candidates(
     """
     if global_batch % mesh.data:
         return
+    if whole_batch and (pins.schedule == "interleaved" or (pins.virtual_stages or 1) > 1):
+        raise Refused(
+            "the interleaved schedule needs at least as many micro-batches as pipeline ranks, and "
+            "this model's batch can't be cut: a step is one micro-batch. Use schedule=1f1b."
+        )
     rows = global_batch // mesh.data
     counts = [1] if whole_batch else divisors(rows)
     for count in counts:

@@ -72,11 +72,7 @@ def node_seconds(
     """
     types = lowered.types if types is None else types
     if node.op in COLLECTIVES:
-        names = node.inputs
-        results = [name for name in node.outputs if name in types]
-        pair = (types[names[0]].bytes(1), types[results[0]].bytes(1))
-        size_bytes = pair[0] if node.op == "all_to_all" else max(pair)
-        seconds = cost.collective_s(node.op, size_bytes, node.args[1])
+        seconds = cost.collective_s(node.op, moved_bytes(node, types), node.args[1])
         return Seconds(0.0, seconds, float(seconds > 0))
     work = node_work(node, types, storage)
     if node.outputs[0] in of_logits:
@@ -84,6 +80,13 @@ def node_seconds(
     launches = 0.0 if work.kind == "view" else float(work.kernels)
     communication_s = _inner_communication_s(lowered, node, types, cost)
     return Seconds(cost.compute_s(work), communication_s, launches)
+
+
+def moved_bytes(node: Node, types: Mapping[str, TensorType]) -> int:
+    """The size by which a collective is priced: of the larger side, but of all-to-all's operand."""
+    results = [name for name in node.outputs if name in types]
+    pair = (types[node.inputs[0]].bytes(1), types[results[0]].bytes(1))
+    return pair[0] if node.op == "all_to_all" else max(pair)
 
 
 def node_work(node: Node, types: Mapping[str, TensorType], storage: Storage | None) -> Work:
@@ -187,8 +190,9 @@ class StateCost:
     buckets (`planner.exchange`); what it moves tensor by tensor is in `sync_s`. `summed_bytes`:
     gradients that every micro-batch adds up, of `summed_tensors` parameters. `gather_s` and
     `scatter_s`: of one gather of a parameter and one scatter of its gradient, where every
-    micro-batch does them (`planner.zero`). `scattering_bytes`: beside the gradient, during that
-    scatter; `tail`: once per step. Neither is known of totals.
+    micro-batch does them (`planner.zero`). `host_bytes`: of state in host memory
+    (`planner.offload`). `scattering_bytes`: beside the gradient, during that scatter; `tail`: once
+    per step. Neither is known of totals.
     """
 
     parameter_bytes: int = 0
@@ -202,6 +206,7 @@ class StateCost:
     summed_tensors: int = 0
     gather_s: float = 0.0
     scatter_s: float = 0.0
+    host_bytes: int = 0
     scattering_bytes: int = 0
     tail: Tail = NO_TAIL
 
@@ -223,6 +228,7 @@ class StateCost:
             sum(item.summed_tensors for item in items),
             sum((item.gather_s for item in items), 0.0),
             sum((item.scatter_s for item in items), 0.0),
+            sum(item.host_bytes for item in items),
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ those inside are solved by `planner.recompute_program`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ir.graph import Node
 from ir.lower import Lowered
@@ -15,6 +15,7 @@ from ir.recompute import backward_nodes, kept_values
 from planner.frontier import frontier
 from planner.fusion import is_fusable
 from planner.liveness import peak_bytes
+from planner.offload import Hosting, pinned_bytes
 from planner.price import COLLECTIVES, NodeTimes, Seconds
 from planner.recompute_program import KeptProgram
 from planner.solver import Infeasible
@@ -24,6 +25,7 @@ TOUCH = 1e-6
 """Relative room of a budget for rounding."""
 FULL = "full"
 """The point that runs a whole block again, with what its kernels keep by themselves."""
+FULL_ON_HOST = "full on the host"
 STATISTICS = ("cross_entropy",)
 """Fused ops whose small results are kept rather than made again."""
 
@@ -34,7 +36,8 @@ class MenuPoint:
 
     `kept`: the forward values held; `saved`: the storages of the block's own values among what
     is held; `inputs`: the block's activation inputs that are held too. `inner_bytes` of
-    `saved_bytes` are no values: kernels keep them by themselves.
+    `saved_bytes` are no values: kernels keep them by themselves. `hosted`: the held values that lie
+    in host memory, `host_bytes` of it; their copies, `copy_s` each way, are in both times.
     """
 
     label: str
@@ -47,6 +50,14 @@ class MenuPoint:
     input_bytes: int
     transient_bytes: int
     inner_bytes: int = 0
+    hosted: frozenset[str] = frozenset()
+    host_bytes: int = 0
+    copy_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Forward and backward."""
+        return self.forward.total_s + self.backward.total_s
 
     @property
     def held_bytes(self) -> int:
@@ -55,7 +66,7 @@ class MenuPoint:
     def beats(self, other: MenuPoint) -> bool:
         """At least as good in time and bytes."""
         return (
-            self.backward.total_s <= other.backward.total_s
+            self.total_s <= other.total_s
             and self.held_bytes <= other.held_bytes
             and self.held_bytes + self.transient_bytes <= other.held_bytes + other.transient_bytes
         )
@@ -63,30 +74,33 @@ class MenuPoint:
 
 def menu(
     lowered: Lowered, storage: Storage, times: NodeTimes, always: frozenset[str],
-    allowed: str | None = None,
+    allowed: str | None = None, hosting: Hosting | None = None,
 ) -> tuple[MenuPoint, ...]:  # fmt: skip
     """Points that no other one beats, most kept first.
 
     `allowed`: only "none", only "full", or "selective": the points between them, if there are any.
+    With `hosting` there are, behind them, those that hold some or all of their values on the host.
     """
-    block = _Block(lowered, storage, times, always)
+    block = _Block(lowered, storage, times, always, hosting)
     fused = times.cost.traits.fused_elementwise
     none = block.point("none", (boundary if fused else everything)(lowered, storage, always))
     full = block.point(FULL, frozenset())
     if allowed in ("none", FULL):
-        return (none if allowed == "none" else full,)
+        only = none if allowed == "none" else full
+        return _undominated((only, *_hosted(block, only)))
     between = tuple(_interior(block, none, full))
     if allowed == "selective":
         return _undominated(between) or (none,)
-    return _undominated((none, *between, full))
+    ends = (*_hosted(block, none), *_hosted(block, full))
+    return _undominated((none, *between, full, *ends))
 
 
 def named_point(
     lowered: Lowered, storage: Storage, times: NodeTimes, always: frozenset[str], label: str,
-    kept: frozenset[str],
+    kept: frozenset[str], hosted: frozenset[str] = frozenset(), hosting: Hosting | None = None,
 ) -> MenuPoint:  # fmt: skip
-    """The point that keeps just these forward values."""
-    return _Block(lowered, storage, times, always).point(label, kept)
+    """The point that keeps just these forward values, some of what it holds on the host."""
+    return _Block(lowered, storage, times, always, hosting).point(label, kept, hosted)
 
 
 def everything(lowered: Lowered, storage: Storage, always: frozenset[str]) -> frozenset[str]:
@@ -156,20 +170,55 @@ class _Block:
     storage: Storage
     times: NodeTimes
     always: frozenset[str]
+    hosting: Hosting | None = None
 
     @property
     def activations(self) -> frozenset[str]:
         return frozenset(self.lowered.block.inputs) - self.always
 
-    def point(self, label: str, kept: frozenset[str]) -> MenuPoint:
+    def point(
+        self, label: str, kept: frozenset[str], hosted: frozenset[str] = frozenset()
+    ) -> MenuPoint:
         """Prices a set of kept values, with the nodes that backward then runs again."""
+        point = self._device_point(label, kept)
+        return self._on_host(point, hosted) if hosted else point
+
+    def hostable(self, kept: frozenset[str]) -> frozenset[str]:
+        """What may be on the host of all that is held with these kept values."""
+        held = kept_values(self.lowered, kept, self.always)
+        staying = self.hosting.staying if self.hosting else frozenset()
+        owner = self.storage.owner
+        return frozenset(name for name in held if owner[name] not in staying)
+
+    def _on_host(self, point: MenuPoint, hosted: frozenset[str]) -> MenuPoint:
+        """The same with values on the host, but in the running block."""
+        assert self.hosting is not None
+        sizes, owner = self.storage.size_bytes, self.storage.owner
+        held = kept_values(self.lowered, point.kept, self.always)
+        near = {owner[name] for name in held if name not in hosted}
+        far = [o for o in dict.fromkeys(owner[name] for name in held) if o not in near]
+        moved_bytes = sum(sizes[o] for o in far)
+        copies = Seconds(0.0, self.hosting.copy_s(moved_bytes, len(far)))
+        saved, inputs = (
+            tuple(o for o in owners if o in near) for owners in (point.saved, point.inputs)
+        )
+        return replace(
+            point, hosted=hosted, forward=point.forward + copies, backward=point.backward + copies,
+            saved=saved, inputs=inputs,
+            saved_bytes=self.storage.bytes_of(saved) + point.inner_bytes,
+            input_bytes=self.storage.bytes_of(inputs),
+            transient_bytes=point.transient_bytes + moved_bytes,
+            host_bytes=sum(pinned_bytes(sizes[o]) for o in far), copy_s=copies.total_s,
+        )  # fmt: skip
+
+    def _device_point(self, label: str, kept: frozenset[str]) -> MenuPoint:
         lowered, storage = self.lowered, self.storage
         backward = backward_nodes(lowered, kept, self.always)
         held = kept_values(lowered, kept, self.always)
         owners = dict.fromkeys(storage.owner[name] for name in held)
         saved = tuple(o for o in owners if o not in lowered.block.inputs)
         inputs = tuple(o for o in owners if o in self.activations)
-        inner_bytes = 0 if label == FULL else self._inner_kept(backward)
+        inner_bytes = 0 if label in (FULL, FULL_ON_HOST) else self._inner_kept(backward)
         return MenuPoint(
             label, kept, self.times.total(lowered.forward, {*held, *lowered.outputs}),
             self.times.total(backward, {g for _, g in lowered.gradients}), saved, inputs,
@@ -209,23 +258,42 @@ class _Block:
 
 
 def _interior(block: _Block, none: MenuPoint, full: MenuPoint) -> Iterable[MenuPoint]:
-    """The points that the curve below all points touches; where it touches none, the cheapest
-    within its bytes."""
+    """The points that the curve below all points touches, then those where the host makes the curve
+    lower; where a curve touches none, the cheapest within its bytes."""
     span = none.held_bytes - full.held_bytes
     if span <= 0:
         return
-    program = KeptProgram(block.lowered, block.storage, block.times, block.always)
-    for line in frontier(program).lines[1:-1]:
-        kept = program.kept_at(line.price)
-        if kept is None:
+    parts = block.lowered, block.storage, block.times, block.always
+    alone = KeptProgram(*parts)
+    lines = [(alone, line) for line in frontier(alone).lines[1:-1]]
+    if block.hosting is not None:
+        helped = KeptProgram(*parts, hosting=block.hosting)
+        lines += [
+            (helped, line) for line in frontier(helped).lines[1:-1]
+            if line.value < alone.priced(line.price)[2] * (1 - TOUCH)
+        ]  # fmt: skip
+    for program, line in lines:
+        found = program.kept_at(line.price)
+        if found is None:
             try:
-                kept = program.cheapest(line.bytes * (1 + TOUCH), span)
+                found = program.cheapest(line.bytes * (1 + TOUCH), span)
             except Infeasible:
                 continue
-        point = block.point("", kept)
-        share = point.held_bytes / none.held_bytes
-        yield block.point(f"keep {share:.0%}", kept)
+        kept, hosted = found
+        point = block.point("", kept, hosted)
+        words = [f"keep {point.held_bytes / none.held_bytes:.0%}"]
+        if hosted:
+            moved_bytes = block.storage.bytes_of(hosted)
+            words.append(f"host {moved_bytes / none.held_bytes:.0%}")
+        yield replace(point, label=", ".join(words))
 
+
+def _hosted(block: _Block, point: MenuPoint) -> Iterable[MenuPoint]:
+    """The point with all that it holds on the host, where that is possible."""
+    hosted = block.hostable(point.kept) if block.hosting else frozenset()
+    if hosted:
+        found = block.point(point.label, point.kept, hosted)
+        yield replace(found, label=f"{point.label} on the host")
 
 def _undominated(points: Iterable[MenuPoint]) -> tuple[MenuPoint, ...]:
     """Without the points that an earlier or strictly better one beats; labels are unique."""

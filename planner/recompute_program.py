@@ -10,6 +10,9 @@ forward fills, and node n that is no view:
     (3)  save[u] >= rec[n]                                  for block inputs u of n
     (4)  sum_o bytes[o] save[o] + sum_n inner[n] (1 - rec[n]) <= budget
 
+Where there is a host, save[o] + host[o] stands for save[o] in (1) to (3), and the sum that is
+minimised has sum_o copies[o] host[o] too: there and back.
+
 Parameters and other state are always there, and dropout draws the same mask again; `inner` bytes
 are what a kernel keeps by itself. Sources: Checkmate (Jain et al., MLSys 2020); sharing of
 storages and the collectives' time are ours.
@@ -22,6 +25,7 @@ from functools import cached_property
 
 from ir.lower import Lowered
 from ir.recompute import kept_values
+from planner.offload import Hosting
 from planner.price import NodeTimes
 from planner.solver import Model, Relaxation, Solution, Term, Variable
 from planner.storage import Storage
@@ -29,11 +33,11 @@ from planner.storage import Storage
 
 class KeptProgram:
     """Rows (1) to (3) of a block. `always`: inputs that are there anyway; `unweighed`: inputs whose
-    bytes do not count."""
+    bytes do not count; `hosting`: the host, if values may lie there."""
 
     def __init__(
         self, lowered: Lowered, storage: Storage, times: NodeTimes, always: frozenset[str],
-        unweighed: Collection[str] = (),
+        unweighed: Collection[str] = (), hosting: Hosting | None = None,
     ) -> None:  # fmt: skip
         self.lowered, self.storage, self.times = lowered, storage, times
         self.always, self.unweighed = always, frozenset(unweighed)
@@ -43,6 +47,8 @@ class KeptProgram:
         self.model = Model()
         self.rec = {node.outputs[0]: self.model.binary() for node in nodes}
         self.save: dict[str, Variable] = {}
+        self.host: dict[str, Variable] = {}
+        self.hosting = hosting
         self.solved: dict[float, Solution] = {}
         for name in lowered.saved:
             self._constrain_present(name, [], 1.0)  # (1)
@@ -52,13 +58,17 @@ class KeptProgram:
 
     @cached_property
     def seconds(self) -> list[Term]:
-        """What running the chosen nodes again costs."""
-        return [(self.times.of[name].total_s, variable) for name, variable in self.rec.items()]
+        """What running the chosen nodes again costs, and copying to the host and back."""
+        again = [(self.times.of[name].total_s, variable) for name, variable in self.rec.items()]
+        if self.hosting is None:
+            return again
+        sizes = self.storage.size_bytes
+        return again + [(2 * self.hosting.copy_s(sizes[o], 1), v) for o, v in self.host.items()]
 
     @property
     def most_seconds(self) -> float:
         """Of running everything again."""
-        return sum(seconds for seconds, _ in self.seconds)
+        return sum(self.times.of[name].total_s for name in self.rec)
 
     @cached_property
     def sizes(self) -> list[Term]:
@@ -75,8 +85,11 @@ class KeptProgram:
         """What kernels keep by themselves if nothing runs again."""
         return sum(self._inner.values())
 
-    def cheapest(self, budget_bytes: float, span_bytes: float) -> frozenset[str]:
-        """The kept values of the least time within the budget; bytes decide between equals."""
+    def cheapest(
+        self, budget_bytes: float, span_bytes: float
+    ) -> tuple[frozenset[str], frozenset[str]]:
+        """The kept values of the least time within the budget, and what is held on the host; bytes
+        decide between equals."""
         sizes = self.sizes
         self.model.constrain(sizes, upper=budget_bytes - self.inner_bytes)
         tie_s = 1e-3 * self.most_seconds / max(span_bytes, 1.0)
@@ -93,8 +106,8 @@ class KeptProgram:
         held = sum(size * found[v] for size, v in self.sizes)
         return seconds, held + self.inner_bytes, found.bound
 
-    def kept_at(self, price_s: float) -> frozenset[str] | None:
-        """The kept values at such a price; None if the relaxation keeps parts of some."""
+    def kept_at(self, price_s: float) -> tuple[frozenset[str], frozenset[str]] | None:
+        """What is kept at such a price, as of `cheapest`; None if the relaxation keeps parts."""
         found = self._relaxed(price_s)
         return self._decoded(found) if found.is_integral else None
 
@@ -122,17 +135,29 @@ class KeptProgram:
         owner = self.storage.owner.get(name, name)
         if owner in self.makers:
             again = (1.0, self.rec[self.makers[owner].outputs[0]])
-            self.model.constrain([(1.0, self._save(owner)), again, *terms], least)
+            self.model.constrain([*self._held(owner), again, *terms], least)
         elif owner in self.inputs:
-            self.model.constrain([(1.0, self._save(owner)), *terms], least)
+            self.model.constrain([*self._held(owner), *terms], least)
 
-    def _save(self, owner: str) -> Variable:
+    def _held(self, owner: str) -> list[Term]:
+        """A sum that is 1 if a storage is held, on the device or on the host."""
         if owner not in self.save:
             self.save[owner] = self.model.binary()
-        return self.save[owner]
+            if self.hosting is not None and owner not in self.hosting.staying:
+                self.host[owner] = self.model.binary()
+        return [(1.0, found[owner]) for found in (self.save, self.host) if owner in found]
 
-    def _decoded(self, solution: Solution) -> frozenset[str]:
-        """Saved values that backward needs once the recomputed ones are there."""
-        chosen = frozenset(n for n, v in self.save.items() if solution[v] > 0.5)
-        held = kept_values(self.lowered, chosen & set(self.makers), self.always)
-        return frozenset(name for name in held if name in self.makers)
+    def _decoded(self, solution: Solution) -> tuple[frozenset[str], frozenset[str]]:
+        """Saved values that backward needs once the recomputed ones are there; of these and of the
+        inputs that it needs, the ones that are on the host alone."""
+        near, far = (
+            {name for name, v in found.items() if solution[v] > 0.5}
+            for found in (self.save, self.host)
+        )
+        chosen = frozenset((near | far) & set(self.makers))
+        held = kept_values(self.lowered, chosen, self.always)
+        owner, hosted = self.storage.owner, far - near
+        return (
+            frozenset(name for name in held if name in self.makers),
+            frozenset(name for name in held if owner.get(name, name) in hosted),
+        )

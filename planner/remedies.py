@@ -22,7 +22,7 @@ from planner.shortage import Shortage
 from planner.trials import Outcome, Pinned, Request, Trials
 
 MIB = 2**20
-FREED_FIRST = ("micro_batches", "recompute", "zero", "schedule", "virtual_stages")
+FREED_FIRST = ("micro_batches", "recompute", "zero", "offload", "schedule", "virtual_stages")
 """Fixed decisions in the order in which they are freed; degrees of the mesh follow."""
 NODE_FACTORS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """By how much the nodes are multiplied."""

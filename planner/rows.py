@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ir.cluster import Cluster, Mesh
 from ir.errors import UsageError
 from ir.topology import DOMAIN, NETWORK, Level, named_device, network, node_levels
+from planner.pins import nearest
 from planner.row_cells import (
     COUNTS,
     check_cells,
@@ -23,7 +24,7 @@ from planner.row_cells import (
     text_of,
     word_of,
 )
-from planner.stacks import least_recompute, selective_of, traits_of
+from planner.stacks import LOW_PRECISIONS, OWN_PRECISIONS, least_recompute, selective_of, traits_of
 from planner.traits import Traits
 
 MOST_MICRO_BATCHES = 1_000_000
@@ -65,18 +66,23 @@ def read_configuration(row: Mapping[str, str], cluster: Cluster | None = None) -
     _check_represented(row)
     check_cells(row)
     mesh = _mesh(row, cluster)
+    _check_product(row, mesh)
     cluster = cluster or read_cluster(row, mesh.size)
     _check_degrees(row, mesh, cluster)
     rows, batch = count_of(row, "micro_batch"), count_of(row, "global_batch")
     if batch % (rows * mesh.data):
+        each = rows * mesh.data
+        least = batch // each * each
+        near = f"{least} or {least + each}" if least else str(each)
         raise UsageError(
-            f"global_batch={batch} is no multiple of micro_batch={rows} times dp={mesh.data}"
+            f"global_batch={batch} is no multiple of micro_batch={rows} times dp={mesh.data}: "
+            f"use {near}, or another dp"
         )
     count = batch // (rows * mesh.data)
     if count > MOST_MICRO_BATCHES:
         raise UsageError(f"global_batch={batch} makes {count} micro-batches of micro_batch={rows}")
     traits = traits_of(row, cluster.device)
-    _check_precision(row, traits, cluster)
+    _check_precision(row, cluster)
     return Configuration(
         cluster, mesh, rows, count, word_of(row, "recompute"),
         word_of(row, "recompute_modules") or selective_of(row),
@@ -96,7 +102,10 @@ def _mesh(row: Mapping[str, str], cluster: Cluster | None) -> Mesh:
     there = cluster.n_devices if cluster else stated or pipeline * tensor
     devices = count_of(row, "n_devices", there)
     if devices % (pipeline * tensor):
-        raise UsageError(f"n_devices={devices} can't be divided by tp={tensor} times pp={pipeline}")
+        raise UsageError(
+            f"n_devices={devices} can't be divided by tp={tensor} times pp={pipeline}: their "
+            f"product may be {nearest(devices, tensor * pipeline)}"
+        )
     return _sized(Mesh(pipeline, devices // (pipeline * tensor), tensor))
 
 
@@ -115,7 +124,9 @@ def read_cluster(row: Mapping[str, str], n_devices: int) -> Cluster:
     device = named_device(name)
     per_node = min(count_of(row, "devices_per_node", n_devices), n_devices)
     if n_devices % per_node:
-        raise UsageError(f"{n_devices} devices do not fill nodes of devices_per_node={per_node}")
+        raise UsageError(
+            f"tp x pp x dp = {n_devices} devices do not fill nodes of devices_per_node={per_node}"
+        )
     nodes = n_devices // per_node
     levels = node_levels(name, per_node)
     joined = max(1, min(count_of(row, "nvlink_domain", per_node) // per_node, nodes))
@@ -143,12 +154,20 @@ def _check_represented(row: Mapping[str, str]) -> None:
         raise UsageError("lora_rank: low-rank adapters are not represented")
 
 
+def _check_product(row: Mapping[str, str], mesh: Mesh) -> None:
+    """The degrees must use the devices that are stated."""
+    others, asked = mesh.tensor * mesh.pipeline, count_of(row, "n_devices", mesh.size)
+    if asked != mesh.size:
+        fits = f": tp x pp = {others} leave dp={asked // others}" if asked % others == 0 else ""
+        raise UsageError(f"tp x pp x dp = {mesh.size}, but n_devices={asked}{fits}")
+
+
 def _check_degrees(row: Mapping[str, str], mesh: Mesh, cluster: Cluster) -> None:
     """Degrees against devices, heads and layers."""
-    asked = count_of(row, "n_devices", mesh.size)
-    if mesh.size != asked or mesh.size > cluster.n_devices:
-        have = "" if cluster.n_devices == mesh.size else f"; {cluster} has {cluster.n_devices}"
-        raise UsageError(f"tp x pp x dp = {mesh.size}, but n_devices={asked}{have}")
+    if mesh.size > cluster.n_devices:
+        raise UsageError(
+            f"tp x pp x dp = {mesh.size}, but {cluster} has {cluster.n_devices} devices"
+        )
     stated = count_of(row, "nodes", 0) * count_of(row, "devices_per_node", 0)
     idle = stated - count_of(row, "devices_per_node", 0)
     if 0 < mesh.size <= idle:
@@ -157,26 +176,29 @@ def _check_degrees(row: Mapping[str, str], mesh: Mesh, cluster: Cluster) -> None
         raise UsageError(f"tp x pp x dp = {mesh.size}, but nodes x devices_per_node = {stated}")
     for column in ("heads", "ffn_hidden"):
         if (size := count_of(row, column, 0)) % mesh.tensor:
-            raise UsageError(f"{column}={size} can't be divided by tp={mesh.tensor}")
+            legal = nearest(size, mesh.tensor)
+            raise UsageError(f"{column}={size} can't be divided by tp={mesh.tensor}: use {legal}")
     kv_heads = count_of(row, "kv_heads", 0) or mesh.tensor
     if kv_heads % mesh.tensor and mesh.tensor % kv_heads:
         raise UsageError(f"kv_heads={kv_heads} can't be shared by tp={mesh.tensor}")
     group = count_of(row, "shard_group", 0)
     if group and mesh.data % group:
-        raise UsageError(f"dp={mesh.data} can't be divided by shard_group={group}")
+        legal = nearest(mesh.data, group)
+        raise UsageError(f"dp={mesh.data} can't be divided by shard_group={group}: use {legal}")
     layers = count_of(row, "layers", mesh.pipeline)
     pieces = mesh.pipeline * (count_of(row, "virtual_stages", 1) if mesh.pipeline > 1 else 1)
     if layers + 2 < pieces:
         raise UsageError(f"layers={layers} can't fill {pieces} pipeline stages")
 
 
-def _check_precision(row: Mapping[str, str], traits: Traits, cluster: Cluster) -> None:
+def _check_precision(row: Mapping[str, str], cluster: Cluster) -> None:
     """The device must have units for the products' precision."""
-    needed, device = traits.matmul_precision, cluster.device
-    if needed and needed not in dict(device.peaks):
-        raise UsageError(
-            f"precision={text_of(row, 'precision')}: {device.name} has no units for it"
-        )
+    described = "bf16" if text_of(row, "hidden") else ""  # of the model that the row describes
+    stated, device = text_of(row, "precision") or described, cluster.device
+    words = OWN_PRECISIONS | LOW_PRECISIONS
+    if stated and not device.has_units(words[stated]):
+        known = ", ".join(word for word, dtype in words.items() if device.has_units(dtype))
+        raise UsageError(f"precision={stated}: {device.name} has no units for it; it has {known}")
 
 
 def _virtual_stages(row: Mapping[str, str], mesh: Mesh) -> int | None:

@@ -12,68 +12,77 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property
 from itertools import groupby
 from math import inf
+from time import monotonic
 from typing import Any, TypeAlias
 
 from ir.batch import flow, needs_whole_batch
-from ir.cluster import GIB, Cluster, Mesh
+from ir.cluster import Cluster, Mesh
 from ir.collector import paused_collector
 from ir.errors import Refused, UsageError
-from ir.graph import BATCH, Graph
-from ir.layout import DATA
-from ir.lower import Degrees
-from ir.plan import Plan, encode, signature
+from ir.graph import Graph
+from ir.offload import OFFLOADS
+from ir.plan import Certificate, Plan, encode, signature
 from ir.schedules import SCHEDULES
 from ir.variants import variants
 from planner.approximations import approximations, divides_something
 from planner.bounds import Bounds
 from planner.byte_price import marginal_price_s, recomputed_share, whole_price_s
 from planner.calibrated import cost_model
-from planner.candidate import Evaluated, Workload, evaluate
+from planner.candidate import Evaluated, TooSlow, Workload, evaluate
+from planner.counting import plans_log10
 from planner.describe import describe
-from planner.least_costs import LeastCosts
-from planner.pieces import Pieces, best_menu, priced, whole, with_menus
+from planner.no_sizes import no_sizes
+from planner.offload import HostFull, check_offload
+from planner.offload_choice import OffloadChoice
+from planner.pieces import Pieces
 from planner.pins import (
     Candidate,
     Pins,
     candidates,
+    check_batch,
     check_pins,
-    divisors,
     meshes,
     read_pins,
     zero_stages,
 )
 from planner.price import OPTIMIZER_TENSORS
-from planner.sharding import ShardingResult, Shardings
 from planner.shortage import does_not_fit
 from planner.solver import SolverFailed
+from planner.supply import Supply
 
 MOST_EVALUATIONS = 24
 """Candidates that are planned before the search settles for the best one found."""
-LEVELS = 3
+LEVELS = 4
 GAP = 0.005
 """Relative; the search ends when no plan can be better than the best by more."""
 SLACK = 0.003
 """Less recomputation than this part of a step is not worth a sharding that holds less."""
+MOST_REFUSALS = 40
+"""Candidates that turn out not to fit before the same."""
 MOST_PRICES = 4
 """Prices of memory under which the blocks of a candidate are sharded."""
-STEEPER = 10.0
-"""From one price to the next while nothing fits."""
+HOPE = 0.03
+"""A candidate that is slower than the best by more is not sharded for less memory."""
+STEEP = 1e4
+"""Over what a byte is worth between keeping everything and nothing: only bytes count."""
 
 
 @paused_collector()
 def plan(
     graph: Graph, cluster: Cluster | str, *, global_batch: int,
     pin: Mapping[str, Any] | None = None, optimizer: str = "adamw", name: str | None = None,
+    time_limit_s: float = inf,
 ) -> Plan:  # fmt: skip
-    """Decides how to train `graph` on all devices of `cluster`, or of its spec; deterministic.
+    """Decides how to train `graph` on all devices of `cluster`, or of its spec; deterministic, but
+    for a search that a time limit ends: then the best plan so far, with its gap.
 
     `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("gpipe", "1f1b",
     "interleaved", "zero-bubble"), virtual_stages (of a rank, where interleaved), recompute
-    ("none", "selective", "full"), zero (0 to 3). Raises `UsageError` for a request that makes no
-    sense, `Refused` when no plan fits or the numbers would change.
+    ("none", "selective", "full"), zero (0 to 3), offload (what may lie on the host: `ir.offload`).
+    Raises `UsageError` for a request that makes no sense, `Refused` when no plan fits or the
+    numbers would change.
     """
     if optimizer not in OPTIMIZER_TENSORS:
         known = ", ".join(sorted(OPTIMIZER_TENSORS))
@@ -81,37 +90,27 @@ def plan(
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     pins = read_pins(pin)
     has_batch = any(item.batch_dim is not None for item in graph.inputs)
-    _check_batch(graph, global_batch)
+    check_batch(graph, global_batch)
+    check_offload(pins.offload, cluster, optimizer)
     check_pins(pins, cluster.n_devices, global_batch, has_batch=has_batch)
     batch_flow = flow(graph)
     work = Workload(graph, batch_flow, variants(graph, batch_flow), global_batch, optimizer)
-    search = _Search(work, cluster, pins, has_batch)
+    search = _Search(work, cluster, pins, has_batch, time_limit_s)
     best = search.run()
     notes = (*search.notes, *approximations(work, best, cluster))
     blocks = tuple(
-        encode(kind, sharding, keeps)
-        for kind, sharding, keeps in zip(
-            work.kinds, best.pieces.shardings, best.program.keeps, strict=True
+        encode(*parts)
+        for parts in zip(
+            work.kinds, best.pieces.shardings, best.program.keeps, best.program.hosts, strict=True
         )
     )
     made = Plan(
         name or graph.model, signature(graph), cluster, best.candidate.mesh,
         best.candidate.schedule, best.candidate.micro_batches, global_batch, optimizer, blocks,
         best.stages, best.prediction, notes, zero=best.candidate.zero,
+        offload=best.program.offload, certificate=search.certificate,
     )  # fmt: skip
     return replace(made, text=describe(made, best))
-
-
-def _check_batch(graph: Graph, global_batch: int) -> None:
-    """The capture must be valid for this batch."""
-    if type(global_batch) is not int or global_batch < 1:
-        raise UsageError(f"global batch {global_batch!r}: it must be a whole number of at least 1.")
-    for guard in graph.guards:
-        if not bool(guard.subs(BATCH, global_batch)):
-            raise Refused(
-                f"{graph.model} was captured for batches with {guard}, and the global batch is "
-                f"{global_batch}. Use a batch that meets it, or trace with this batch size."
-            )
 
 
 @dataclass
@@ -143,6 +142,7 @@ def _simplicity(candidate: Candidate) -> tuple[int, ...]:
     return (
         mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.virtual_stages,
         SCHEDULES.index(candidate.schedule), candidate.zero,
+        OFFLOADS.index(candidate.offload),
     )  # fmt: skip
 
 
@@ -152,56 +152,81 @@ _Open: TypeAlias = tuple[float, tuple[int, ...], int, Candidate]
 class _Search:
     """One search, with the pieces that its candidates share."""
 
-    def __init__(self, work: Workload, cluster: Cluster, pins: Pins, has_batch: bool) -> None:
+    def __init__(
+        self, work: Workload, cluster: Cluster, pins: Pins, has_batch: bool,
+        time_limit_s: float = inf,
+    ) -> None:  # fmt: skip
         self.work, self.cluster, self.pins, self.has_batch = work, cluster, pins, has_batch
+        self.time_limit_s, self.deadline = time_limit_s, monotonic() + time_limit_s
+        self.certificate: Certificate | None = None
         self.reason = needs_whole_batch(work.graph, work.flow)
         self.notes: list[str] = []
-        self.shardings: dict[tuple[int, int], Shardings] = {}
-        self.sharded: dict[tuple[int, int, int, float, float], ShardingResult] = {}
-        self.pieces: dict[tuple[Any, ...], Pieces] = {}
-        self.alone: dict[int, Pieces] = {}
-        self.bounds = Bounds(LeastCosts(work, cluster, self._alone, self._shardings))
-        self.evaluations = 0
+        self.supply = Supply(work, cluster, pins, is_whole_batch=self.reason is not None)
+        self.bounds = Bounds(self.supply.least)
+        self.offload = OffloadChoice(pins.offload, self.bounds.least)
+        self.evaluations = self.refusals = 0
         self.too_large: list[Candidate] = []
 
     def run(self) -> Evaluated:
+        """Of all candidates; then, if those lack memory, of some with offload. The bound is of the
+        first ones, if any of them fits."""
+        everything, best = list(self._candidates()), _Best()
+        bound_s = self._improve(best, everything)
+        more = self.offload.more(everything, best.found)
+        offloaded_s = self._improve(best, more)
+        bound_s = offloaded_s if bound_s == inf else bound_s
+        options = [*everything, *more]
+        plans = plans_log10(self.work, options)
+        self.certificate = Certificate(len(options), self.evaluations + self.refusals, plans)
+        if best.found is None:
+            if monotonic() > self.deadline:
+                raise self._no_time(len(options))
+            if not everything:
+                rows = self.work.global_batch if self.has_batch else 1
+                raise no_sizes(self.work.graph, self.pins, self.cluster.n_devices, rows)
+            raise self._nothing_fits(everything + more)
+        return self._bounded(best.found, bound_s)
+
+    def _improve(self, best: _Best, options: list[Candidate]) -> float:
         """Best first: of all candidates the one of the least bound is bounded more closely, and
-        then planned, until no bound is below the best plan by more than the gap."""
-        everything = list(self._candidates())
-        best, closed_s = _Best(), inf
-        open_ = [self._open(c, s, 1) for c, s in self._quick(everything)]
+        then planned, until no bound is below the best plan by more than the gap; the least bound
+        that is left."""
+        closed_s = inf
+        open_ = [self._open(c, s, 1) for c, s in self._quick(options)]
         heapq.heapify(open_)
-        while open_ and open_[0][0] < (1 - GAP) * best.step_s:
+        while open_ and open_[0][0] < (1 - GAP) * best.step_s and monotonic() <= self.deadline:
             bound_s, _, level, candidate = heapq.heappop(open_)
-            if level < (LEVELS if candidate.mesh.tensor > 1 else LEVELS - 1):
-                is_exact = level == 2 or self.bounds.least.is_exact(candidate)
-                closer_s = max(bound_s, self.bounds.close_s(candidate, exact=is_exact))
-                level = LEVELS if is_exact else level + 1
-                heapq.heappush(open_, self._open(candidate, closer_s, level))
+            if level < LEVELS:
+                closer_s = max(bound_s, self.bounds.close_s(candidate, level + 1))
+                heapq.heappush(open_, self._open(candidate, closer_s, level + 1))
                 continue
             if self._is_too_large(candidate):
                 continue
-            if self.evaluations < MOST_EVALUATIONS or best.found is None:
+            if self.offload.is_enough(candidate, has_plan=best.found is not None):
+                closed_s = min(closed_s, bound_s)
+                continue
+            is_open = self.evaluations < MOST_EVALUATIONS and self.refusals < MOST_REFUSALS
+            if is_open or self.offload.is_extra(candidate) or best.found is None:
                 fits = self._try(candidate, best)
                 closed_s = min(closed_s, bound_s) if fits else closed_s
             else:
                 closed_s = min(closed_s, bound_s)
                 if open_ and closed_s <= open_[0][0]:
                     break
-        if best.found is None:
-            raise self._nothing_fits(everything) if everything else self._nothing_to_do()
-        return self._bounded(best.found, min([closed_s, *(item[0] for item in open_[:1])]))
+        return min([closed_s, *(item[0] for item in open_[:1])])
 
     def _quick(self, options: list[Candidate]) -> Iterator[tuple[Candidate, float]]:
         """Candidates with their first bounds, without those that can't fit: where rows do not
         fit on a mesh, more rows do not either."""
 
         def alike(c: Candidate) -> tuple[Any, ...]:
-            return (astuple(c.mesh), c.virtual_stages, c.schedule, c.zero)
+            return (astuple(c.mesh), c.virtual_stages, c.schedule, c.zero, c.offload)
 
         ordered = sorted(options, key=lambda c: (alike(c), c.rows))
         for _, group in groupby(ordered, key=alike):
             for candidate in group:
+                if self.offload.is_idle(candidate):
+                    continue
                 bound_s = self.bounds.quick_s(candidate)
                 if bound_s == inf:
                     break
@@ -211,21 +236,29 @@ class _Search:
         """An entry of the queue; of equal bounds fewer stages and more data ranks come first."""
         return bound_s, _simplicity(candidate), level, candidate
 
-    def _alone(self, rows: int) -> Pieces:
-        """The pieces of one device."""
-        if rows not in self.alone:
-            self.alone[rows] = self._priced(Candidate(Mesh(), 1, "1f1b", rows), self.whole)
-        return self.alone[rows]
+    def _no_time(self, candidates: int) -> Refused:
+        return Refused(
+            f"no plan was found within {self.time_limit_s:g} s: of {candidates} candidates "
+            f"{self.refusals} were planned, and none of those fits. Allow more time, or pin "
+            "decisions that are settled."
+        )
 
     def _nothing_fits(self, options: list[Candidate]) -> Refused:
         """What the candidate of least memory lacks, and how many devices its state asks for."""
         need = self.bounds.least.need_bytes
         least = min(options, key=lambda c: (need(c), c.mesh.pipeline, c.zero))
         cost = cost_model(self.cluster, least.mesh)
-        price_s = whole_price_s(self._pieces(least, 0.0)) * STEEPER**MOST_PRICES
+        price_s = STEEP * whole_price_s(self.supply.pieces(least, 0.0))
+        alone = Candidate(Mesh(), 1, "1f1b", 1, offload=self.offload.words[-1])
+        try:
+            evaluate(self.work, least, self.supply.pieces(least, price_s), cost)
+        except HostFull as error:
+            return error
+        except Refused:
+            pass
         return does_not_fit(
-            self.work, least, self._pieces(least, price_s), cost,
-            state_bytes=self.bounds.least.state_bytes(Candidate(Mesh(), 1, "1f1b", 1)),
+            self.work, least, self.supply.pieces(least, price_s), cost,
+            state_bytes=self.bounds.least.state_bytes(alone),
             devices=self.cluster.n_devices,
         )  # fmt: skip
 
@@ -257,124 +290,58 @@ class _Search:
                 self.pins, mesh, self.work.global_batch, calls, whole_batch=whole_batch
             ):  # fmt: skip
                 for zero in zero_stages(self.pins, candidate):
-                    yield replace(candidate, zero=zero)
-
-    def _nothing_to_do(self) -> Refused:
-        devices, calls = self.cluster.n_devices, len(self.work.graph.calls)
-        if self.pins.schedule == "interleaved" or (self.pins.virtual_stages or 1) > 1:
-            virtual = self.pins.virtual_stages or 2
-            return Refused(
-                f"the interleaved schedule with virtual_stages={virtual} finds no sizes: it needs "
-                f"at least 2 pipeline ranks, pipeline x {virtual} of the model's {calls} blocks, "
-                "and at least as many micro-batches as ranks, in equal rounds. Try schedule=1f1b, "
-                "a larger global batch, or fewer virtual stages."
-            )
-        rows = self.work.global_batch if self.has_batch else 1
-        fitting = [d for d in divisors(rows) if d <= devices]
-        return Refused(
-            f"more devices than work: {devices} devices can't share {rows} rows of the batch, "
-            f"{calls} blocks for pipeline stages and the factors of the model's tensors. Try "
-            f"{fitting[-1]} devices, or another global batch."
-        )
+                    yield replace(candidate, zero=zero, offload=self.offload.words[0])
 
     def _is_too_large(self, candidate: Candidate) -> bool:
-        """Whether the same with fewer rows, or more divided, did not fit."""
+        """Whether the same with fewer rows, or more divided or offloaded, did not fit."""
         return any(
             (other.mesh, other.schedule, other.virtual_stages)
             == (candidate.mesh, candidate.schedule, candidate.virtual_stages)
             and candidate.rows >= other.rows and candidate.zero <= other.zero
+            and (candidate.offload == "none" or other.offload in (candidate.offload, "all"))
             for other in self.too_large
         )  # fmt: skip
 
     def _try(self, candidate: Candidate, best: _Best) -> bool:
-        """Evaluates a candidate, under a price of memory that rises while nothing fits, and then is
-        what the last plan says a byte is worth; whether it may fit."""
-        self.evaluations += 1
+        """Evaluates a candidate, first as if a byte cost nothing; if it does not fit so, with as
+        few as it can; then at what the last plan says a byte is worth. Whether it may fit."""
         price_s, tried, fits = 0.0, list[Pieces](), False
         for _ in range(MOST_PRICES if candidate.mesh.tensor > 1 else 1):
-            pieces = self._pieces(candidate, price_s)
-            is_new = not any(pieces is other for other in tried)
-            if fits and not is_new:
+            pieces = self.supply.pieces(candidate, price_s)
+            if any(pieces is other for other in tried):
                 break
             tried.append(pieces)
-            found = self._evaluated(candidate, pieces) if is_new else None
+            found = self._evaluated(candidate, pieces, best.step_s * (1 + HOPE))
+            if isinstance(found, TooSlow):
+                fits = True
+                break
+            if found is None and len(tried) > 1:
+                break
             if found is None:
-                price_s = max(STEEPER * price_s, whole_price_s(pieces))
+                price_s = STEEP * whole_price_s(pieces)
                 continue
             fits = True
             best.offer(found)
             if recomputed_share(found) < SLACK:
+                self.offload.roomy.add(candidate)
                 break
             price_s = marginal_price_s(found)
         if not fits:
             self.too_large.append(candidate)
+        self.offload.tried[candidate] = fits
+        self.evaluations += fits
+        self.refusals += not fits
         return fits
 
-    def _evaluated(self, candidate: Candidate, pieces: Pieces) -> Evaluated | None:
-        """None if it does not fit."""
+    def _evaluated(
+        self, candidate: Candidate, pieces: Pieces, limit_s: float = inf
+    ) -> Evaluated | None | TooSlow:
+        """None if it does not fit; `TooSlow` if it takes longer than the limit."""
         cost = cost_model(self.cluster, candidate.mesh)
         try:
-            return evaluate(self.work, candidate, pieces, cost)
+            return evaluate(self.work, candidate, pieces, cost, limit_s)
         except SolverFailed:
             raise
         except Refused:
             return None
 
-    def _pieces(self, candidate: Candidate, price_s: float) -> Pieces:
-        """Of the cheapest shardings when a byte of state costs so many seconds per micro-batch."""
-        mesh, result = candidate.mesh, self._sharding(candidate, price_s)
-        key: tuple[Any, ...] = (
-            mesh.tensor, candidate.rows, mesh.data > 1, candidate.micro_batches > 1,
-            tuple(sharding.key for sharding in result.shardings),
-            (mesh, candidate.micro_batches) if self.reason or self._has_prologue else None,
-        )  # fmt: skip
-        if key not in self.pieces:
-            found = self._priced(candidate, result)
-            self.pieces[key] = with_menus(
-                found, self.work.graph, self.work.kinds, best_menu(self.pins.recompute)
-            )
-        return self.pieces[key]
-
-    def _priced(self, candidate: Candidate, result: ShardingResult) -> Pieces:
-        """Pieces without their menus."""
-        work, cost = self.work, cost_model(self.cluster, candidate.mesh)
-        return priced(work.graph, work.flow, work.kinds, result, candidate.degrees, cost)
-
-    @cached_property
-    def _has_prologue(self) -> bool:
-        return any(kind.spread.gathers(kind.block) for kind in self.work.kinds)
-
-    def _shardings(self, candidate: Candidate) -> Shardings:
-        """Of a candidate's local shapes: the data degree does not matter to the tensor axis."""
-        key = (candidate.mesh.tensor, candidate.rows)
-        if key not in self.shardings:
-            work, cost = self.work, cost_model(self.cluster, candidate.mesh)
-            degrees = Degrees(candidate.rows, 1, candidate.mesh.tensor, 1)
-            self.shardings[key] = Shardings(work.graph, work.kinds, degrees, cost, work.early)
-        return self.shardings[key]
-
-    def _sharding(self, candidate: Candidate, price_s: float) -> ShardingResult:
-        if candidate.mesh.tensor == 1:
-            return self.whole
-        count, exchange_s = candidate.micro_batches, self._exchange_s(candidate)
-        key = (candidate.mesh.tensor, candidate.rows, count, price_s, exchange_s)
-        if key not in self.sharded:
-            found = self._shardings(candidate)
-            self.sharded[key] = found.cheapest(count, price_s, exchange_s=exchange_s)
-        return self.sharded[key]
-
-    def _exchange_s(self, candidate: Candidate) -> float:
-        """Of a byte of gradient and parameter over the data axis, per step."""
-        cost, times = cost_model(self.cluster, candidate.mesh), candidate.micro_batches
-        if candidate.mesh.data == 1:
-            return 0.0
-        scatter_s, gather_s = (
-            cost.collective_s(kind, GIB, DATA) / GIB for kind in ("reduce_scatter", "all_gather")
-        )
-        scatters = times if candidate.zero >= 2 else 1
-        return scatters * scatter_s + (2 * times if candidate.zero == 3 else 1) * gather_s
-
-    @cached_property
-    def whole(self) -> ShardingResult:
-        """Nothing cut."""
-        return whole(self.work.graph, self.work.kinds)

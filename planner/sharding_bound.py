@@ -7,12 +7,15 @@ happens once per step is left out, also what may be made once for all micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from planner.frontier import Frontier, frontier
 from planner.sharding import Shardings
+from planner.sharding_program import PHASES, Phase
 
+EVENLY: dict[Phase, float] = {**dict.fromkeys(PHASES, 1.0), "early": 0.0}
+"""Every phase of a micro-batch once."""
 PRICES, FEW_PRICES = 3, 2
 """Lines of the curve of a block that repeats, and of one that does not."""
 
@@ -38,9 +41,19 @@ def block_bound(
     return BlockBound(frontier(_Held(shardings, number), PRICES if many else FEW_PRICES), node_s)
 
 
-def least_total_s(shardings: Shardings) -> float:
-    """Of one micro-batch through all calls, when blocks agree on what goes between them."""
-    return shardings.relaxation.minimum(shardings.built.program.each, only=()).bound
+def least_total_s(
+    shardings: Shardings, weights: Mapping[Phase, float], once: float = 0.0, update: float = 0.0,
+    exchange_s: float = 0.0,
+) -> float:  # fmt: skip
+    """The least sum over all calls, whose blocks agree on what goes between them: of `weights` by
+    phase times the seconds of a micro-batch, of `once` times what is done once per step, of
+    `update` times what updating takes, and of `exchange_s` times the bytes of parameters."""
+    program = shardings.built.program
+    terms = [(weights[phase] * cost, v) for phase, row in program.each.items() for cost, v in row]
+    terms += [(once * seconds, v) for seconds, v in program.once]
+    terms += [(update * seconds, v) for seconds, v in program.update]
+    terms += [(exchange_s * size, v) for size, v in program.trained]
+    return shardings.relaxation.minimum(terms, only=()).bound
 
 
 @dataclass(frozen=True)

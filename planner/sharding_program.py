@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
-from ir.graph import Graph, Node
+from ir.graph import Graph, Node, needed
 from ir.layout import REPLICATE, Layout, Placement, Shard
 from ir.lower import Degrees
 from ir.reshard import possible, step
@@ -52,6 +52,10 @@ class Habits:
     cut_activations: bool = False
 
 
+Phase: TypeAlias = Literal["forward", "input", "weight", "move", "early"]
+PHASES: tuple[Phase, ...] = ("forward", "input", "weight", "move", "early")
+"""Of a node: in forward, in the half of backward that gives gradients of activations, in the rest;
+what is communicated between nodes; and what is done once, before the first micro-batch."""
 _Move: TypeAlias = "tuple[int, str, Placement, Placement, bool]"
 """(variant, value, from, to, whether backward does it again)."""
 
@@ -59,13 +63,15 @@ _Move: TypeAlias = "tuple[int, str, Placement, Placement, bool]"
 @dataclass
 class _Program:
     """The model under construction and its variables. What all calls take: `each`, seconds per
-    micro-batch; `once`, seconds per step; `sizes`, bytes held; `trained`, bytes of parameters.
-    `of_call`: per variant, what one call takes in one micro-batch; `held`: per variant, (tensor,
-    bytes, variable) of the state of one call, one variable of each tensor being chosen."""
+    micro-batch, by phase; `once`, seconds per step, and `update`, of all parameters; `sizes`,
+    bytes held; `trained`, bytes of parameters. `of_call`: per variant, what one call takes in one
+    micro-batch; `held`: per variant, (tensor, bytes, variable) of the state of one call, one
+    variable of each tensor being chosen."""
 
     model: Model = field(default_factory=Model)
-    each: list[Term] = field(default_factory=list)
+    each: dict[Phase, list[Term]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
     once: list[Term] = field(default_factory=list)
+    update: list[Term] = field(default_factory=list)
     sizes: list[Term] = field(default_factory=list)
     trained: list[Term] = field(default_factory=list)
     of_call: dict[int, list[Term]] = field(default_factory=dict)
@@ -79,15 +85,19 @@ class _Program:
     ) -> list[Term]:
         """Seconds per micro-batch, with so many seconds for a byte that is held, and for one that
         is trained, per step."""
-        once = [(seconds / micro_batches, v) for seconds, v in self.once]
+        terms = (*self.each["early"], *self.once, *self.update)
+        once = [(seconds / micro_batches, v) for seconds, v in terms]
         if exchange_s:
             once += [(size * exchange_s / micro_batches, v) for size, v in self.trained]
         held = [(size * byte_price_s, v) for size, v in self.sizes] if byte_price_s else []
-        return [*self.each, *once, *held]
+        each = [term for phase in PHASES[:-1] for term in self.each[phase]]
+        return [*each, *once, *held]
 
-    def spend(self, number: int, seconds: float, times: float, variable: Variable) -> None:
+    def spend(
+        self, number: int, seconds: float, times: float, variable: Variable, phase: Phase
+    ) -> None:
         """Seconds of every call of a variant, per micro-batch, which occurs so many times."""
-        self.each.append((seconds * times, variable))
+        self.each[phase].append((seconds * times, variable))
         self.of_call.setdefault(number, []).append((seconds, variable))
 
 
@@ -143,7 +153,7 @@ class ShardingProgram:
                     if kind.trainable:
                         update_s += self.cost.optimizer_s(size, 2 * size)
                         trained += size
-                self.program.once.append((update_s, variable))
+                self.program.update.append((update_s, variable))
                 self.program.sizes.append((all_kept, variable))
                 self.program.trained.append((trained, variable))
                 if all_kept:
@@ -197,22 +207,33 @@ class ShardingProgram:
     def _nodes(self, number: int) -> None:
         """(1), with the compute cost of each strategy."""
         variant, program = self.kinds[number], self.program
+        phases = self._phases(number)
         for node in variant.block.nodes:
             row = []
             for option, seconds in self.prices[number].options(node):
                 variable = program.model.binary()
                 row.append((option, variable))
-                self._spend(number, node.outputs[0], seconds, variable)
+                self._spend(number, node.outputs[0], seconds, variable, phases[node])
             program.chosen[number, node] = row
             program.model.constrain([(1.0, v) for _, v in row], 1, 1)
 
-    def _spend(self, number: int, name: str, seconds: float, variable: Variable) -> None:
+    def _phases(self, number: int) -> dict[Node, Phase]:
+        block = self.kinds[number].block
+        handed = [g for value, g in block.gradients if not self.is_state(number, value)]
+        first = set(needed(block.nodes, handed))
+        phases: dict[Node, Phase] = dict.fromkeys(block.nodes, "weight")
+        phases |= dict.fromkeys(first, "input")
+        return phases | dict.fromkeys(block.forward, "forward")
+
+    def _spend(
+        self, number: int, name: str, seconds: float, variable: Variable, phase: Phase
+    ) -> None:
         """Seconds of every call of a variant for a value: per micro-batch, or once."""
         calls = len(self.kinds[number].calls)
         if name in self.early[number]:
-            self.program.once.append((seconds * calls, variable))
+            self.program.each["early"].append((seconds * calls, variable))
         else:
-            self.program.spend(number, seconds, calls, variable)
+            self.program.spend(number, seconds, calls, variable, phase)
 
     def _edges(self, number: int) -> None:
         """(2) and (3) between nodes, and (6) from the boundary."""
@@ -291,7 +312,7 @@ class ShardingProgram:
                     times = len(self.kinds[number].calls)
                     self.program.once.append((seconds * times, variable))
                 else:
-                    self._spend(number, name, seconds, variable)
+                    self._spend(number, name, seconds, variable, "move")
         return paid[key]
 
     def _reshard_s(self, number: int, name: str, a: Placement, b: Placement) -> float:

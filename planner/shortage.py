@@ -14,10 +14,11 @@ from math import ceil
 
 from ir.errors import Refused
 from ir.plan import StageCost
+from ir.quantities import size
 from ir.spmd import StageCall
 from planner.candidate import Evaluated, Workload, evaluate_least
 from planner.cost import CostModel
-from planner.describe import common_path, escaped, size
+from planner.describe import common_path, escaped
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.recompute import MenuPoint
@@ -102,6 +103,7 @@ def short_text(shortage: Shortage) -> str:
     words = " + ".join(f"{part.name} {size(part.size_bytes)}" for part in shortage.violated)
     candidate = shortage.candidate
     zero = f", ZeRO {candidate.zero}" if candidate.zero else ""
+    zero += f", offload={candidate.offload}" if candidate.offload != "none" else ""
     text = (
         f"no plan fits: stage {shortage.rank} needs {size(shortage.need_bytes)} per device with "
         f"its blocks as small as they get, and {size(shortage.capacity_bytes)} are usable. Already "

@@ -18,7 +18,8 @@ from planner.quantise import SCALINGS
 from planner.traits import Traits
 
 LOW_PRECISIONS = {"fp8": "float8_e4m3fn", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
-PRECISIONS = ("bf16", "fp16", *LOW_PRECISIONS)
+OWN_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
+PRECISIONS = (*OWN_PRECISIONS, *LOW_PRECISIONS)
 VOCABULARY_MULTIPLE = 128
 _GRADIENTS = {"": "", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

@@ -175,7 +175,8 @@ class _Walk:
         *_, gathered, scattered = self.moves.names_of(placed)
         summed = sum(self.moves.state[name].summed_bytes for name in scattered)
         whole = summed + self._gathered_bytes(gathered)
-        self._run(saved, lambda alone: peak(alone) + whole)
+        given = saved + self._refs(placed, memory, memory.fetched)
+        self._run(given, lambda alone: peak(alone) + whole)
         handed = [self._hold(placed, memory, owner) for _, owner in memory.handed]
         if halves:
             self.pending.append(self._refs(placed, memory, memory.pending))
@@ -231,7 +232,7 @@ class _Walk:
     def _hold(self, placed: StageCall, memory: CallMemory, owner: str) -> Hashable:
         key = self._key(placed, memory, owner)
         if key is not None:
-            self.live.hold(key, memory.storage.size_bytes[owner])
+            self.live.hold(key, memory.later.size_bytes[owner])
         return key
 
     def _refs(self, placed: StageCall, memory: CallMemory, owners: Iterable[str]) -> Refs:
@@ -239,7 +240,7 @@ class _Walk:
         keys = {self._key(placed, memory, owner): owner for owner in owners}
         keys.pop(None, None)
         for key, owner in keys.items():
-            self.live.hold(key, memory.storage.size_bytes[owner])
+            self.live.hold(key, memory.later.size_bytes[owner])
         return [(owner, key) for key, owner in keys.items()]
 
     def _key(self, placed: StageCall, memory: CallMemory, owner: str) -> Hashable:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import ceil, inf
 
@@ -69,13 +70,10 @@ def _descended(runs: Sequence[Run], room_bytes: float) -> StagePoints | None:
     would not fit."""
     best, bound_s = None, inf
     for limit_bytes in sorted({p.transient_bytes for run in runs for p in run.points}):
-        allowed = [
-            [o for o, p in enumerate(run.points) if p.transient_bytes <= limit_bytes]
-            for run in runs
-        ]
-        if not all(allowed):
+        lines = [line for run in runs if (line := _line(run.points, limit_bytes))]
+        if len(lines) < len(runs):
             continue
-        found = _greedy(runs, allowed, room_bytes - limit_bytes)
+        found = _greedy(runs, lines, room_bytes - limit_bytes)
         if found is None:
             continue
         bound_s = min(bound_s, found.bound_s)
@@ -85,27 +83,18 @@ def _descended(runs: Sequence[Run], room_bytes: float) -> StagePoints | None:
 
 
 def _greedy(
-    runs: Sequence[Run], allowed: Sequence[Sequence[int]], room_bytes: float
+    runs: Sequence[Run], lines: Sequence[_Line], room_bytes: float
 ) -> StagePoints | None:
     """Blocks move from point to point of their hull, where a byte costs least first, until they
     fit; the last move is of no more blocks than it takes."""
-    hulls = [_hull(run.points, points) for run, points in zip(runs, allowed, strict=True)]
-    counts = [{hull[0]: run.count} for run, hull in zip(runs, hulls, strict=True)]
-    excess = -room_bytes + sum(
-        run.count * _held(run.points[hull[0]]) for run, hull in zip(runs, hulls, strict=True)
-    )
-    seconds = bound_s = sum(
-        run.count * _seconds(run.points[hull[0]]) for run, hull in zip(runs, hulls, strict=True)
-    )
-    moves = sorted(
-        (_slope(run.points, *pair), r, pair)
-        for r, (run, hull) in enumerate(zip(runs, hulls, strict=True)) for pair in pairwise(hull)
-    )  # fmt: skip
-    for slope, r, (here, there) in moves:
+    counts = [{line.first: run.count} for run, line in zip(runs, lines, strict=True)]
+    excess = sum(r.count * line.held for r, line in zip(runs, lines, strict=True)) - room_bytes
+    seconds = bound_s = sum(r.count * line.seconds for r, line in zip(runs, lines, strict=True))
+    moves = sorted((*move, r) for r, line in enumerate(lines) for move in line.moves)
+    for slope, size, here, there, r in moves:
         if excess <= room_bytes * TOUCH:
             break
-        points, count = runs[r].points, runs[r].count
-        size = _held(points[here]) - _held(points[there])
+        count = runs[r].count
         moved = min(count, ceil(excess / size * (1 - TOUCH)))
         bound_s += min(excess, count * size) * slope
         seconds += moved * size * slope
@@ -119,16 +108,35 @@ def _greedy(
     return StagePoints(tuple(choices), seconds, bound_s)
 
 
-def _hull(points: Sequence[Point], allowed: Sequence[int]) -> list[int]:
-    """The points of the lower hull of (bytes, seconds), fastest first."""
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """The hull of a run's points: its fastest one with seconds and bytes, and the moves along it,
+    (seconds per byte, bytes, from, to)."""
+
+    first: int
+    seconds: float
+    held: float
+    moves: tuple[tuple[float, float, int, int], ...]
+
+
+@lru_cache(maxsize=8192)
+def _line(points: tuple[Point, ...], limit_bytes: float) -> _Line | None:
+    """Of the points that need no more than the limit to run; None if there are none."""
     hull: list[int] = []
+    allowed = [o for o, point in enumerate(points) if point.transient_bytes <= limit_bytes]
     for o in sorted(allowed, key=lambda o: _order(points[o])):
         if hull and _held(points[o]) >= _held(points[hull[-1]]):
             continue
         while len(hull) > 1 and _slope(points, hull[-1], o) <= _slope(points, *hull[-2:]):
             hull.pop()
         hull.append(o)
-    return hull
+    if not hull:
+        return None
+    moves = tuple(
+        (_slope(points, here, there), _held(points[here]) - _held(points[there]), here, there)
+        for here, there in pairwise(hull)
+    )
+    return _Line(hull[0], _seconds(points[hull[0]]), _held(points[hull[0]]), moves)
 
 
 def _slope(points: Sequence[Point], here: int, there: int) -> float:

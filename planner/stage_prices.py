@@ -39,12 +39,13 @@ class StagePrices:
         self.work, self.candidate, self.found, self.cost = work, candidate, found, cost
         self.variant_of = work.variant_of
         keeps = tuple({p.label: p.kept for p in menu} for menu in found.menus)
+        hosts = tuple({p.label: p.hosted for p in menu} for menu in found.menus)
         last = candidate.stages - 1
         order = [(i, self.variant_of[i]) for i in range(len(work.graph.calls))]
         self.program = Spmd(
             work.graph, candidate.degrees, work.flow, work.kinds, found.lowered,
             found.state, keeps, ((),) * last + (tuple(StageCall(i, v, "") for i, v in order),),
-            candidate.zero,
+            candidate.zero, candidate.offload, hosts,
         )  # fmt: skip
         self.runs = [
             (variant, [i for i, _ in group]) for variant, group in groupby(order, lambda p: p[1])
@@ -115,9 +116,19 @@ class StagePrices:
             program, value, self.cost, lambda size: self._between_s(size, source, target)
         )
 
+    def step_s(self, program: Spmd) -> float:
+        """Of a program with its stages."""
+        return self._timed(program, 0.0)[0].step_s
+
     def prediction(self, program: Spmd, bound_s: float) -> Prediction:
         """Of a program with its stages; `bound_s`: what no other stages beat,
         where ranks that wait leave no cores to the others."""
+        timed, times = self._timed(program, bound_s)
+        ranks = (self._rank_cost(program, rank, pair) for rank, pair in enumerate(times))
+        return replace(timed, stages=tuple(ranks))
+
+    def _timed(self, program: Spmd, bound_s: float) -> tuple[Prediction, list[StageTime]]:
+        """The prediction without what ranks hold, and their seconds."""
         candidate, virtual = self.candidate, self._virtual
         pairs = self._stage_seconds(program)
         moves = [self._exchange(program, s, f, b) for s, (f, b) in enumerate(pairs)]
@@ -135,12 +146,12 @@ class StagePrices:
         sharing = self.cost.core_sharing
         pipeline_s = shared_step_s(times, count, schedule, virtual, weights_s, sharing)
         step_s = pipeline_s + sync_s + update_s
-        return Prediction(
+        prediction = Prediction(
             step_s, total.compute_s, total.communication_s + sync_s,
             bubble_s(times, count, schedule, virtual, weights_s), update_s,
-            min(bound_s / sharing, step_s), int(self.cost.capacity_bytes),
-            tuple(self._rank_cost(program, rank, pair) for rank, pair in enumerate(times)),
+            min(bound_s / sharing, step_s), int(self.cost.capacity_bytes), (),
         )  # fmt: skip
+        return prediction, times
 
     def _stage_seconds(self, program: Spmd) -> list[tuple[Seconds, Seconds]]:
         """Forward and backward of a micro-batch, with the actual sends: on both their sides, or
@@ -261,11 +272,11 @@ class StagePrices:
         return StateCost.total([self.state[name] for name in self._rank_state(program, rank)])
 
     def _rank_cost(self, program: Spmd, rank: int, times: StageTime) -> StageCost:
-        """All stages of a rank together: state, what is held at the fullest moment, and what its
-        instructions need beside that."""
+        """All stages of a rank together: state, what is held at the fullest moment, what its
+        instructions need beside that, and all of the host's memory."""
         names, state = self._rank_state(program, rank), self._state_of_rank(program, rank)
         held_bytes, working_bytes = self.memories.of_rank(program, rank, names)
         return StageCost(
             *times, state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes,
-            held_bytes, working_bytes,
+            held_bytes, working_bytes, state.host_bytes + self.memories.host_bytes(program, rank),
         )  # fmt: skip

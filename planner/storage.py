@@ -7,7 +7,7 @@ strides do not allow it (heads merged after a transpose) is a copy, and owns its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from ir.ops import op_def
 
 _MOST_BYTES = 2**62
 """Of one tensor; torch counts in 64 bits."""
+ALIGNMENT = 16
+"""Bytes that a copy to the host begins at a multiple of (`runtime.host`)."""
 _STRIDED: dict[str, Callable[[Tensor, Node, tuple[int, ...]], Tensor]] = {
     "view": lambda x, node, shape: x.view(shape),
     "expand": lambda x, node, shape: x.expand(shape),
@@ -35,10 +37,12 @@ _STRIDED: dict[str, Callable[[Tensor, Node, tuple[int, ...]], Tensor]] = {
 
 @dataclass(frozen=True)
 class Storage:
-    """`owner` of every value, and the bytes of every owner."""
+    """`owner` of every value, and the bytes of every owner; `spans`: of every value the first byte
+    that it reads there, and the one behind the last."""
 
     owner: dict[str, str]
     size_bytes: dict[str, int]
+    spans: dict[str, tuple[int, int]]
 
     def bytes_of(self, names: Iterable[str]) -> int:
         """The bytes that hold these values, each storage once."""
@@ -49,14 +53,30 @@ class Storage:
         nodes = tuple(nodes)
         made = {name for node in nodes for name in node.outputs}
         old = {name: f"old {o}" for name in given if (o := self.owner[name]) in made}
-        if not old:
-            return self
-        owner = self.owner | old
+        sizes = {name: self.size_bytes[self.owner[value]] for value, name in old.items()}
+        return self._moved(nodes, old, sizes) if old else self
+
+    def fetched(self, nodes: Iterable[Node], hosted: Iterable[str]) -> Storage:
+        """For nodes that find the values `hosted` in copies of their own, each of the span of
+        their old storage that they read."""
+        copies = {name: f"fetched {self.owner[name]}" for name in hosted}
+        ends: dict[str, tuple[int, int]] = {}
+        for name, copy in copies.items():
+            low, high = ends.get(copy, self.spans[name])
+            start, end = self.spans[name]
+            ends[copy] = min(low, start), max(high, end)
+        sizes = {copy: end - start for copy, (start, end) in ends.items()}
+        return self._moved(nodes, copies, sizes) if copies else self
+
+    def _moved(
+        self, nodes: Iterable[Node], moved: dict[str, str], sizes: dict[str, int]
+    ) -> Storage:
+        """With other owners for some values, and for what the nodes make as views of them."""
+        owner = self.owner | moved
         for node in nodes:
             if node.outputs[0] in owner and self.is_alias(node):
                 owner[node.outputs[0]] = owner[node.operands[0]]
-        sizes = {name: self.size_bytes[self.owner[value]] for value, name in old.items()}
-        return Storage(owner, self.size_bytes | sizes)
+        return replace(self, owner=owner, size_bytes=self.size_bytes | sizes)
 
     def is_alias(self, node: Node) -> bool:
         """Whether a node only looks at the memory of its operand."""
@@ -92,7 +112,16 @@ def _followed(
         for name in node.outputs:
             if name in types:
                 shapes[name], owner[name] = _like_operand(node, types[name], shapes), name
-    return Storage(owner, {name: types[name].bytes(1) for name in set(owner.values())})
+    sizes = {name: types[name].bytes(1) for name in set(owner.values())}
+    return Storage(owner, sizes, {name: _span(shapes[name]) for name in owner})
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """As copies to the host have it (`runtime.host`)."""
+    first_byte = int(x.storage_offset()) * x.element_size()
+    reach = sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
+    end_byte = first_byte + (reach + 1) * x.element_size() if x.numel() else first_byte
+    return first_byte - first_byte % ALIGNMENT, end_byte
 
 
 def _rows(x: Tensor, node: Node, shape: tuple[int, ...]) -> Tensor:

@@ -1,17 +1,16 @@
-"""Tables of configurations on disk: CSV files read whole, and written whole or not at all.
+"""Tables of configurations as CSV.
 
-Input: a path. Output: rows (column name -> text), or a file. A file that is no such table is a
-`UsageError` that says what is wrong with it; what is wrong with one row is that row's error.
+Input: a path, or rows. Output: rows (column name -> text), or lines of a file. A file that is no
+such table is a `UsageError` that says what is wrong with it; what is wrong with one row is that
+row's error.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -59,34 +58,6 @@ def _row(header: Sequence[str], cells: Sequence[str]) -> dict[str, str]:
     row = dict(zip(header, cells, strict=False))
     more = [cell for cell in cells[len(header) :] if cell.strip()]
     return row | ({BEYOND_HEADER: ", ".join(more)} if more else {})
-
-
-@contextmanager
-def whole_file(path: str | Path, source: str | Path | None = None) -> Iterator[IO[str]]:
-    """A file to write to, which takes the place of `path` once all of it is written.
-
-    Fails at once where the folder can't be written to, and leaves `path` as it was if anything
-    fails later. `source`, which it is made from, is not overwritten.
-    """
-    target = Path(path).resolve()
-    if source is not None and target == Path(source).resolve():
-        raise UsageError(f"{path} is what is read: write to another file.")
-    if target.is_dir():
-        raise UsageError(f"{path} is a folder: name a file in it.")
-    if target.exists() and not target.is_file():  # a pipe or a device, such as /dev/stdout
-        with target.open("w", newline="", encoding="utf-8") as handle:
-            yield handle
-        return
-    if target.exists() and not os.access(target, os.W_OK):
-        raise UsageError(f"{path} can't be written: no permission.")
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    with part.open("w", newline="", encoding="utf-8") as handle:
-        try:
-            yield handle
-        except BaseException:
-            part.unlink()
-            raise
-    os.replace(part, target)
 
 
 def write_rows(handle: IO[str], columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> None:

@@ -12,6 +12,7 @@ from ir.graph import Graph
 from ir.plan import Plan, Prediction, decode, spmd
 from planner.calibrated import cost_model
 from planner.links import pipeline_ports
+from planner.offload import Hosting
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.pipeline import Pipeline
@@ -39,7 +40,8 @@ def simulate_plan(graph: Graph, plan: Plan) -> Simulated:
     work = Workload(graph, program.flow, program.kinds, plan.global_batch, plan.optimizer)
     rows = plan.global_batch // plan.mesh.data // plan.micro_batches
     candidate = Candidate(
-        plan.mesh, plan.micro_batches, plan.schedule, rows, plan.virtual_stages, plan.zero
+        plan.mesh, plan.micro_batches, plan.schedule, rows, plan.virtual_stages, plan.zero,
+        plan.offload,
     )
     storages = tuple(storage_of(lowered) for lowered in program.lowered)
     times = tuple(
@@ -48,7 +50,10 @@ def simulate_plan(graph: Graph, plan: Plan) -> Simulated:
     )
     menus = tuple(
         tuple(
-            named_point(lowered, storage, time, program.always(number), label, kept)
+            named_point(
+                lowered, storage, time, program.always(number), label, kept,
+                program.hosts[number].get(label, frozenset()), Hosting(plan.cluster),
+            )
             for label, kept in program.keeps[number].items()
         )
         for number, (lowered, storage, time) in enumerate(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ir.plan import Plan
+from ir.whole_file import write_whole
 from planner.pipeline import WORDS
 from planner.simulate import Span, Timeline
 
@@ -42,8 +43,8 @@ def trace_events(plan: Plan, timeline: Timeline) -> dict[str, Any]:
 
 
 def write_trace(path: str | Path, plan: Plan, timeline: Timeline) -> None:
-    """Writes the trace file."""
-    Path(path).write_text(json.dumps(trace_events(plan, timeline)) + "\n")
+    """Writes the trace file, whole or not at all."""
+    write_whole(path, json.dumps(trace_events(plan, timeline)) + "\n")
 
 
 def _process(plan: Plan, rank: int, spans: list[Span]) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ir.batch import Flow, early_values
-from ir.graph import Graph
+from ir.graph import Graph, Node
+from ir.ops import op_def
 from ir.spmd import early_inputs
 from ir.variants import Variant
 
@@ -41,3 +42,16 @@ class Workload:
             early_values(kind.block, set(early_inputs(self.graph, self.flow, kind)))
             for kind in self.kinds
         )
+
+
+def touched_bytes(kind: Variant, node: Node) -> tuple[int, int]:
+    """Of what a node makes, and the largest that it reads, if they have rows of the batch: (bytes,
+    bytes per row)."""
+    types = kind.block.types
+    views = {o for n in kind.block.nodes if op_def(n.op).kind == "view" for o in n.outputs}
+    made = [n for n in node.outputs if n in types and n not in views]
+    whole = [n for n in node.inputs if n not in views]
+    read = max(whole, key=lambda n: types[n].bytes(2), default=None)
+    pairs = [(types[n].bytes(1), types[n].bytes(2)) for n in (*made, read) if n is not None]
+    rowed = [(one, two - one) for one, two in pairs if two > one]
+    return sum(one - each for one, each in rowed), sum(each for _, each in rowed)

@@ -21,9 +21,11 @@ from typing import TypeAlias
 
 from ir.graph import DTYPE_BYTES, State
 from ir.layout import DATA
+from ir.offload import offloads_optimizer
 from ir.spmd import Spmd, StageCall
 from planner.cost import CostModel
 from planner.exchange_memory import scattering_bytes, tail_of
+from planner.offload import with_hosted_state
 from planner.price import OPTIMIZER_TENSORS, StateCost, least_state_cost, state_cost
 
 
@@ -34,7 +36,7 @@ def held_costs(spmd: Spmd, cost: CostModel, optimizer: str) -> dict[str, StateCo
     for item in spmd.graph.state:
         name = item.name
         place = spmd.state[name], spmd.gradient_place(name)
-        key = (item.type, item.trainable, place, spmd.zero_of(name))
+        key = (item.type, item.trainable, place, spmd.zero_of(name), spmd.is_hosted(name))
         if key not in alike:
             alike[key] = held_cost(spmd, name, cost, optimizer)
         found[name] = alike[key]
@@ -45,7 +47,8 @@ def held_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateCo
     """What holding, syncing and updating one state tensor takes on a stage that has it."""
     divides = spmd.zero_of(name) > 0
     found = (_divided_cost if divides else state_cost)(spmd, name, cost, optimizer)
-    return replace(found, tail=tail_of(spmd, name, optimizer))
+    found = replace(found, tail=tail_of(spmd, name, optimizer))
+    return with_hosted_state(found, cost, optimizer) if spmd.is_hosted(name) else found
 
 
 def _divided_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateCost:
@@ -73,9 +76,16 @@ def _divided_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> Sta
     )  # fmt: skip
 
 
-def least_held_cost(item: State, cost: CostModel, optimizer: str, zero: int) -> StateCost:
+def least_held_cost(
+    item: State, cost: CostModel, optimizer: str, zero: int, offload: str = "none"
+) -> StateCost:
     """As `held_cost`, when the tensor axis cuts the tensor and its gradient evenly and moves
     nothing: what no sharding beats."""
+    found = _least_device_cost(item, cost, optimizer, zero)
+    return with_hosted_state(found, cost, optimizer) if offloads_optimizer(offload) else found
+
+
+def _least_device_cost(item: State, cost: CostModel, optimizer: str, zero: int) -> StateCost:
     ranks = cost.mesh.data
     divides = item.kind == "parameter" and ranks > 1 and (item.trainable or zero == 3)
     if zero == 0 or not divides:

@@ -44,10 +44,12 @@ class RankFailed(RuntimeFailure):
     """A local process died; carries the first one's rank and how it ended.
 
     `exit_code` is the rank's own where that says something to the user (2, 3, 4), else 3.
+    `unseen`: the part of the message that is not on stderr already.
     """
 
-    def __init__(self, message: str, *, rank: int, exit_code: int) -> None:
+    def __init__(self, message: str, *, rank: int, exit_code: int, unseen: str) -> None:
         super().__init__(message)
+        self.unseen = unseen
         self.rank = rank
         self.exit_code = exit_code if exit_code in (2, 3, 4) else 3
 
@@ -57,5 +59,5 @@ def run_main(main: Callable[[], None]) -> None:
     try:
         main()
     except RuntimeFailure as failure:
-        print(f"error: {failure}", file=sys.stderr, flush=True)
+        print(f"error: {getattr(failure, 'unseen', failure)}", file=sys.stderr, flush=True)
         sys.exit(failure.exit_code)

@@ -91,11 +91,19 @@ class _Processes:
             self._pumps[rank].join(GRACE_S)
             words = "".join(self._last_lines[rank]).rstrip() or "(it printed no error)"
             end = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            head = f"rank {rank} {end}, and the other ranks were stopped."
+            whole = f"{head} Its last output:\n{words}"
             raise RankFailed(
-                f"rank {rank} {end}, and the other ranks were stopped. Its last output:\n{words}",
+                whole,
                 rank=rank,
                 exit_code=code if code > 0 else 1,
+                unseen=f"{head} Its error is above." if self._is_shown(rank) else whole,
             )
+
+    def _is_shown(self, rank: int) -> bool:
+        """Whether rank 0, whose output is passed on, said what that rank said last."""
+        said = self._last_lines[rank]
+        return bool(said) and said[-1] in tuple(self._last_lines[0])
 
     def __enter__(self) -> "_Processes":
         self._previous = _exit_on_termination()

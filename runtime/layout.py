@@ -74,6 +74,7 @@ class StateEntry:
     sync: tuple[Sync, ...]
     update: Scalar | None
     zero: int = 0  # 1: the optimizer's state, 2: the gradient too, 3: the parameter too
+    hosted: bool = False  # whether the optimizer's state lies in host memory between steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +239,7 @@ def _state_entry(t: "_Table", ranks: Sequence[int]) -> StateEntry:
         sync=t.items("sync", _sync),
         update=_scalar(update, names[0], ranks) if update else None,
         zero=0 if t.get("zero") is None else t.value("zero", int),
+        hosted=False if t.get("hosted") is None else t.value("hosted", bool),
     )
     _check_zero(entry, t.place)
     return entry

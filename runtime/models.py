@@ -67,7 +67,7 @@ def load_model(
     `build` has parameters of these names. `device` is where `hf:` models are built: "meta" (no
     memory) or "cpu" (random weights from `seed`); a file's `build` chooses for itself, but "cpu"
     insists on real weights. Without `sizes_must_fit`, a `build` that takes no sizes is called
-    without. Raises UsageError, or Refused where the model itself fails.
+    without. Raises UsageError, also for a file that is no Python, or Refused where the model fails.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -138,7 +138,7 @@ def _import_file(path: Path) -> ModuleType:
     try:
         with _blame(path, "importing it"):
             spec.loader.exec_module(module)
-    except Refused:
+    except (Refused, UsageError):
         del sys.modules[name]
         raise
     return module
@@ -160,11 +160,12 @@ def _blame(path: Path, what: str) -> Iterator[None]:
     """Turn what user code raises into one paragraph with the deepest line of the user's file."""
     try:
         yield
+    except SyntaxError as error:  # of the file, or of one that it imports
+        where = f"{error.filename or path}:{error.lineno}"
+        raise UsageError(f"{where}: {what} raised {_in_short(error)}") from error
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f.lineno for f in frames if Path(f.filename).resolve() == path.resolve()]
-        if isinstance(error, SyntaxError):
-            lines = [error.lineno]
         where = f"{path}:{lines[-1]}" if lines and lines[-1] else str(path)
         raise Refused(f"{where}: {what} raised {_in_short(error)}") from error
 

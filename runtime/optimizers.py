@@ -1,22 +1,58 @@
 """Optimizers over this rank's local tensors: torch.optim's own, chosen by name.
 
 SGD and AdamW work element by element, so a shard is updated exactly as that part of the whole
-parameter would be, and so is a flat piece of one, where ZeRO divides. Options are torch's, with
-torch's defaults; an unknown one is a UsageError.
+parameter would be, and so is a flat piece of one, where ZeRO divides. State of an entry that is
+`hosted` lies in host memory and comes to the device for its parameter's update alone. Options are
+torch's, with torch's defaults; an unknown one is a UsageError.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from runtime.errors import UsageError
+from runtime.host import Hosted, fetch, store
 from runtime.state import State
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     "adamw": (torch.optim.AdamW, ("lr", "betas", "eps", "weight_decay")),
     "sgd": (torch.optim.SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov")),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An optimizer of some parameters; of one, where their state is `hosted`."""
+
+    optimizer: torch.optim.Optimizer
+    hosted: bool
+
+    def step(self) -> None:
+        """Updates the parameters and forgets their gradients."""
+        if self.hosted:
+            self._replace(Hosted, lambda held: fetch(held)[0])
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.hosted:
+            self._replace(torch.Tensor, store)
+
+    def _replace(self, kind: type, change: Callable[[Any], Any]) -> None:
+        """Changes all state of that kind but the count of steps, which torch has on the host."""
+        for slots in self.optimizer.state.values():
+            for name, held in slots.items():
+                if isinstance(held, kind) and name != "step":
+                    slots[name] = change(held)
+
+
+def _groups(state: State) -> Iterator[tuple[list[torch.Tensor], bool]]:
+    """The parameters that are updated together, and each that has its state in host memory."""
+    pairs = list(zip(state.entries, state.updated, strict=True))
+    yield [p for entry, p in pairs if p is not None and not entry.hosted], False
+    for entry, parameter in pairs:
+        if parameter is not None and entry.hosted:
+            yield [parameter], True
 
 
 class LocalOptimizer:
@@ -31,26 +67,26 @@ class LocalOptimizer:
         self._state = state
         self._name, self._has_momentum = name, bool(options.get("momentum"))
         self._parameters = state.updated
-        present = [parameter for parameter in self._parameters if parameter is not None]
         try:
-            self._optimizer = kind([{"params": present}], **options) if present else None
+            self._parts = [
+                _Part(kind(group, **options), hosted=hosted)
+                for group, hosted in _groups(state) if group
+            ]  # fmt: skip
         except ValueError as error:
             raise UsageError(f"{name} refused its options {dict(options)}: {error}.") from error
 
     def step(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Updates the parameters in place; one without a gradient stays as it is."""
-        if self._optimizer is None:
-            return
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             if parameter is not None:
                 parameter.grad = gradient
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for part in self._parts:
+            part.step()
 
     def set_learning_rate(self, lr: float) -> None:
         """The learning rate of the following steps."""
-        if self._optimizer is not None:
-            for group in self._optimizer.param_groups:
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
                 group["lr"] = lr
 
     @property
@@ -60,14 +96,13 @@ class LocalOptimizer:
             return ("exp_avg", "exp_avg_sq")
         return ("momentum_buffer",) if self._has_momentum else ()
 
-    def local_state(self) -> dict[str, dict[str, torch.Tensor]]:
+    def local_state(self) -> dict[str, dict[str, torch.Tensor | Hosted]]:
         """Per parameter (its first name) the optimizer's tensors, in the layout of what it updates:
         the parameter's, or a flat piece."""
-        if self._optimizer is None:
-            return {}
-        slots: dict[str, dict[str, torch.Tensor]] = {}
+        held = {p: slots for part in self._parts for p, slots in part.optimizer.state.items()}
+        slots: dict[str, dict[str, torch.Tensor | Hosted]] = {}
         for entry, parameter in zip(self._state.entries, self._parameters, strict=True):
-            found = {} if parameter is None else self._optimizer.state.get(parameter, {})
+            found = {} if parameter is None else held.get(parameter, {})
             if found:
                 slots[entry.names[0]] = {k: v for k, v in found.items() if v is not None}
         return slots

@@ -17,6 +17,7 @@ from runtime.batch import local_batch
 from runtime.errors import Aborted, UsageError
 from runtime.executor import Executor, Outcome
 from runtime.gradients import clip, global_norm
+from runtime.host import Hosted, fetch
 from runtime.layout import Layout, StateEntry, parse_layout
 from runtime.mesh import build_mesh
 from runtime.optimizers import LocalOptimizer
@@ -137,7 +138,8 @@ class Trainer:
             for entry in self.state.entries
             if entry.trainable
             for slot in self.optimizer.slots
-            for local in [held.get(entry.names[0], {}).get(slot)]
+            for found in [held.get(entry.names[0], {}).get(slot)]
+            for local in [fetch(found)[0] if isinstance(found, Hosted) else found]
             for full in [self._full(entry, local, is_piece=entry.zero > 0)]
             for name in entry.names
         }

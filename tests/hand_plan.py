@@ -4,16 +4,19 @@ It lets tests run decisions that the planner would not make.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ir.batch import Flow, flow
 from ir.cluster import Cluster, Mesh
 from ir.graph import Graph
 from ir.lower import Degrees, Lowered, Sharding, whole_sharding
+from ir.machines import Host
 from ir.plan import Placed, Plan, Prediction, StageCost, encode, signature
 from ir.recompute import state_inputs
 from ir.variants import Variant, variants
 
 Keeps = Mapping[str, frozenset[str]]
+HOST = Host(link_bytes_per_s=1e9, memory_bytes=2**40)
 NO_COST = StageCost(0.0, 0.0, 0, 0, 0, 0, 0)
 
 
@@ -48,20 +51,26 @@ def even_stages(graph: Graph, pipeline: int, keep: str = "none") -> tuple[tuple[
     return tuple((Placed(a, b - a, keep),) for a, b in zip(cuts, cuts[1:], strict=False))
 
 
+def _cluster(ranks: int, offload: str) -> Cluster:
+    """Local devices; of their host something is known where something lies there."""
+    local = Cluster.local(ranks, memory_GiB=1)
+    return local if offload == "none" else replace(local, own_host=HOST)
+
+
 def hand_plan(
     graph: Graph, degrees: Degrees, kinds: Sequence[Variant], shardings: Sequence[Sharding],
     keeps: Sequence[Keeps], stages: Sequence[tuple[Placed, ...]], *, schedule: str = "1f1b",
-    virtual_stages: int = 1, zero: int = 0,
+    virtual_stages: int = 1, zero: int = 0, offload: str = "none", hosts: Sequence[Keeps] = (),
 ) -> Plan:  # fmt: skip
     """These decisions as a `Plan` for as many local devices as they need."""
     mesh = Mesh(len(stages) // virtual_stages, degrees.data, degrees.tensor)
+    hosts = hosts or [{}] * len(kinds)
     blocks = tuple(
-        encode(kind, sharding, dict(keep))
-        for kind, sharding, keep in zip(kinds, shardings, keeps, strict=True)
+        encode(*parts) for parts in zip(kinds, shardings, keeps, hosts, strict=True)
     )
     prediction = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1, (NO_COST,) * mesh.pipeline)
     return Plan(
-        graph.model, signature(graph), Cluster.local(mesh.size, memory_GiB=1), mesh, schedule,
+        graph.model, signature(graph), _cluster(mesh.size, offload), mesh, schedule,
         degrees.micro_batches, degrees.batch, "adamw", blocks, tuple(stages), prediction,
-        zero=zero,
+        zero=zero, offload=offload,
     )  # fmt: skip

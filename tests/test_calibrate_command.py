@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 import shardwright
-from calibration import collectives_of, process_counts, timings_of, with_nccl_tests
+from calibration import collectives_of, process_counts, read_output, timings_of, with_nccl_tests
 from ir.calibration import COLLECTIVES, KERNELS
 from ir.cluster import Cluster
 from runtime.collective_calls import OPS
@@ -69,8 +69,8 @@ def test_nccl_tests_describe_hardware_elsewhere(tmp_path: Path, capsys) -> None:
 def test_nccl_tests_replace_what_was_measured_of_the_same_groups(tmp_path: Path) -> None:
     text = tmp_path / "all_reduce.txt"
     text.write_text(TEXT)
-    once = with_nccl_tests({"device": "H100-SXM"}, [str(text)])
-    assert len(with_nccl_tests(once, [str(text)])["collectives"]) == 1
+    once = with_nccl_tests({"device": "H100-SXM"}, [read_output(text)])
+    assert len(with_nccl_tests(once, [read_output(text)])["collectives"]) == 1
 
 
 def test_hardware_elsewhere_needs_measurements_of_it(capsys) -> None:

@@ -4,8 +4,11 @@ import json
 
 import pytest
 
+import checking
 import deciding
 import shardwright
+from runtime.errors import RankFailed
+from runtime.launch import launch
 
 TINY = """
 import torch
@@ -111,7 +114,7 @@ def test_check_tries_every_split(command, model):
     code, out, _ = command("check", model, "--devices", 4, "--json")
     result = json.loads(out)
     assert code == 0 and result["status"] == "ok"
-    assert max(result[key] for key in shardwright.ERRORS) <= 1e-9
+    assert max(result[key] for key in checking.ERRORS) <= 1e-9
     assert len(result["combinations"]) == 6
     assert sum(one["status"] == "ok" for one in result["combinations"]) >= 2
 
@@ -119,13 +122,13 @@ def test_check_tries_every_split(command, model):
 def test_check_of_one_split(command, model):
     code, out, _ = command("check", model, "--devices", 2, "--pin", "tensor=2", "--json")
     assert code == 0
-    assert set(json.loads(out)) == set(shardwright.UNKNOWN)
+    assert set(json.loads(out)) == set(checking.UNKNOWN)
 
 
 def test_numbers_that_differ_exit_with_4(command, model, monkeypatch):
     results = [{"status": status, "plan": ""} for status in ("ok", "mismatch", "refused")]
-    found = [shardwright.UNKNOWN | result for result in results]
-    monkeypatch.setattr(shardwright, "check", lambda *_, **__: found)
+    found = [checking.UNKNOWN | result for result in results]
+    monkeypatch.setattr(checking, "check", lambda *_, **__: found)
     code, out, _ = command("check", model, "--devices", 2, "--json")
     assert code == 4
     assert json.loads(out)["status"] == "mismatch"
@@ -133,8 +136,8 @@ def test_numbers_that_differ_exit_with_4(command, model, monkeypatch):
 
 
 def test_all_refused_exits_with_3(command, model, monkeypatch):
-    refused = shardwright.UNKNOWN | {"status": "refused", "plan": "", "reason": "too small"}
-    monkeypatch.setattr(shardwright, "check", lambda *_, **__: [refused])
+    refused = checking.UNKNOWN | {"status": "refused", "plan": "", "reason": "too small"}
+    monkeypatch.setattr(checking, "check", lambda *_, **__: [refused])
     code, out, _ = command("check", model, "--devices", 2)
     assert code == 3
     assert "too small" in out
@@ -169,7 +172,7 @@ def test_an_error_under_json_is_json(command):
     assert code == 2
     assert json.loads(out) == {"status": "usage", "reason": err.strip().partition(": ")[2]}
     _, out, _ = command("check", "nowhere.py:build", "--devices", "2", "--json")
-    assert set(json.loads(out)) == set(shardwright.UNKNOWN)
+    assert set(json.loads(out)) == set(checking.UNKNOWN)
 
 
 def test_a_model_that_can_t_be_captured_exits_with_3(command, tmp_path):
@@ -207,3 +210,54 @@ def test_ctrl_c_exits_with_130(command, model, monkeypatch):
 
     monkeypatch.setattr(deciding, "load_model", interrupted)
     assert command("plan", model, "--cluster", "local:2")[0] == 130
+
+
+def test_a_plan_for_gpus_that_runs_on_a_cpu_says_so_once(command, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(shardwright, "launch", lambda *_, **__: None)
+    monkeypatch.setattr(shardwright.torch.cuda, "is_available", lambda: False)
+    program = tmp_path / "program"
+    note = "note: the plan is for 1x2 A100-80GB, and this machine has no GPU: 2 processes"
+    assert command("emit", model, "--cluster", "2xA100-80GB", "--out", program)[0] == 0
+    for words in ([model, "--cluster", "2xA100-80GB"], [program]):
+        code, _, error = command("run", *words)
+        assert code == 0 and error.count(note) == 1
+    assert command("run", model, "--cluster", "local:2")[2] == ""
+
+
+def test_an_emitted_readme_names_its_files_and_sizes_of_small_models(command, model, tmp_path):
+    program = tmp_path / "program"
+    assert command("emit", model, "--cluster", "local:2", "--out", program)[0] == 0
+    text = (program / "README.md").read_text()
+    assert "0.00 GiB" not in text and "KiB of" in text
+    for path in program.iterdir():
+        assert path.name in text or path.name == "README.md"
+
+
+def test_a_schedule_without_stages_is_noted(command, model):
+    code, out, _ = command("plan", model, "--cluster", "local:2", "--pin", "schedule=gpipe")
+    assert code == 0
+    noted = "schedule=gpipe orders the work of pipeline ranks, and there is one" in out
+    assert noted == ("pipeline=1" in out)
+
+
+def test_a_whole_parameter_says_which_dims_are_odd(command, tmp_path):
+    path = tmp_path / "odd.py"
+    path.write_text(TINY.replace("Linear(16, 8)", "Linear(16, 3)"))
+    asked = ("--cluster", "local:2", "--pin", "tensor=2")
+    out = command("plan", f"{path}:build", *asked)[1]
+    assert "is held whole on the tensor axis: 3 is not divisible by 2" in out
+    assert "3 is not divisible by 2, and a cut of 16 was not chosen" in out
+
+
+def test_codes_are_listed(command):
+    text = " ".join(command("--help")[1].split())
+    for code in ("0 fine", "2 the request", "3 refused", "4 numbers", "130 interrupted", "143 "):
+        assert code in text
+
+
+def test_training_refuses_a_place_for_its_result_at_the_start(command, model, tmp_path):
+    program = tmp_path / "program"
+    assert command("emit", model, "--cluster", "local:1", "--out", program)[0] == 0
+    with pytest.raises(RankFailed, match="x.pt can't be written: No such file or directory") as e:
+        launch(program, argv=["--save", str(tmp_path / "no" / "x.pt")])
+    assert e.value.exit_code == 2

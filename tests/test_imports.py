@@ -14,7 +14,7 @@ ROOMS = {  # room -> the rooms of ours that it may import
     "runtime": {"runtime"},
 }
 # these may import every room
-DOORS = ("calibration", "deciding", "explaining", "prediction", "shardwright")
+DOORS = ("calibration", "checking", "deciding", "explaining", "prediction", "shardwright")
 FRONT = {*DOORS, "tests", "examples", "benchmarks"}
 OURS = ROOMS.keys() | FRONT
 LONGEST = 400

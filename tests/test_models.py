@@ -98,7 +98,7 @@ def test_build_takes_sizes_by_name(model_file):
         ("def build():\n    assert 0, 'a\\nb'", Refused, r"py:2: build\(\) raised .*: a b"),
         ("def build():\n    raise SystemExit", Refused, "raised SystemExit"),
         ("import torch\n1/0", Refused, "py:2: importing it raised ZeroDivisionError"),
-        ("def build(:", Refused, "py:1: importing it raised SyntaxError"),
+        ("def build(:", UsageError, "py:1: importing it raised SyntaxError"),
     ],
 )
 def test_a_wrong_file_is_one_paragraph(model_file, source, kind, words):

@@ -9,7 +9,7 @@ import prediction
 import shardwright
 from ir.errors import UsageError
 from planner.predict_table import COLUMNS, predict_table
-from planner.table_file import read_rows, whole_file
+from planner.table_file import read_rows
 from prediction import RowGraphs
 from tests.planner.test_predict import ROW
 
@@ -174,18 +174,6 @@ def test_a_place_that_can_not_be_written_is_refused_before_any_work(
 def test_a_folder_as_the_table_is_refused(tmp_path, capsys):
     assert shardwright.main(["predict", str(tmp_path), "--json"]) == 2
     assert "Is a directory" in capsys.readouterr().err
-
-
-def test_what_was_there_stays_until_all_is_written(tmp_path):
-    out = tmp_path / "pred.csv"
-    out.write_text("before")
-    with pytest.raises(KeyboardInterrupt), whole_file(out) as handle:
-        handle.write("half")
-        raise KeyboardInterrupt
-    assert out.read_text() == "before" and os.listdir(tmp_path) == ["pred.csv"]
-    with whole_file(out) as handle:
-        handle.write("after")
-    assert out.read_text() == "after" and os.listdir(tmp_path) == ["pred.csv"]
 
 
 def test_explaining_a_broken_row_is_an_error_without_a_traceback(tmp_path, capsys):

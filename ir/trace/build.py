@@ -24,6 +24,7 @@ from ir.trace.adapters import FakeTensorMode, FxNode, one_convolution_kernel
 from ir.trace.block import body_nodes, capture_record, same_function
 from ir.trace.capture import Capture, capture, explain
 from ir.trace.convert import tensor_type
+from ir.trace.fixed_batch import with_reason
 from ir.trace.fold import Record, Recorder, families, named_state
 from ir.trace.joint import Segment, differentiable_outputs, differentiate
 from ir.trace.masks import recognise_masks
@@ -54,7 +55,7 @@ def trace(
     for candidate in _batch_guesses(leaves):
         try:
             with one_convolution_kernel():
-                return _Builder(step, candidate, batch, title).graph()
+                return with_reason(_Builder(step, candidate, batch, title).graph(), step, leaves)
         except CaptureError as error:
             first = first or error
         except ShardwrightError:

@@ -191,24 +191,28 @@ def _root(node: fx.Node) -> fx.Node:
 
 def explain(error: BaseException, module: nn.Module) -> CaptureError:
     """Names the user's module, line and a way out for whatever torch.export raised."""
+    return CaptureError(f"can't capture {place_of(error, module)}. {_reason(error)}")
+
+
+def place_of(error: BaseException, module: nn.Module) -> str:
+    """The user's module and line that an error comes from."""
     frames = [
         (frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
         if not _foreign(frame.f_code.co_filename)
     ]  # fmt: skip
+    if not frames:
+        return "the model"
     names = {id(part): path for path, part in module.named_modules()}
-    place = "the model"
-    if frames:
-        frame, line = frames[-1]
-        file = frame.f_code.co_filename
-        held = frame.f_locals.get("self")
-        path = names.get(id(held), "")
-        owner = type(held).__name__ if isinstance(held, nn.Module) else ""
-        code = linecache.getline(file, line).strip()
-        label = path.removeprefix("model.").removeprefix("model")
-        module_text = f"module '{label}' ({owner})" if label else "the top module"
-        module_text += f" ({owner})" if owner and not label else ""
-        place = f"{module_text}, {Path(file).name}:{line}: `{code}`"
-    return CaptureError(f"can't capture {place}. {_reason(error)}")
+    frame, line = frames[-1]
+    file = frame.f_code.co_filename
+    held = frame.f_locals.get("self")
+    path = names.get(id(held), "")
+    owner = type(held).__name__ if isinstance(held, nn.Module) else ""
+    code = linecache.getline(file, line).strip()
+    label = path.removeprefix("model.").removeprefix("model")
+    module_text = f"module '{label}' ({owner})" if label else "the top module"
+    module_text += f" ({owner})" if owner and not label else ""
+    return f"{module_text}, {Path(file).name}:{line}: `{code}`"
 
 
 def _foreign(file: str) -> bool:

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 
 ALLOWED = {
-    "torch", "types", "runtime", "runtime.collectives", "runtime.program", "runtime.random",
-    "runtime.zero",
+    "torch", "types", "runtime", "runtime.collectives", "runtime.host", "runtime.program",
+    "runtime.random", "runtime.zero",
 }  # fmt: skip
 WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PASSED = {"ctx", "w", "g", "mesh", "early", "call", "saved", "pending"}

@@ -61,7 +61,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     with pytest.raises(UsageError, match="is a file"):
         PROGRAM.write(tmp_path / "file")
-    with pytest.raises(UsageError, match="can't write"):
+    with pytest.raises(UsageError, match="can't be written: .*file is a file, not a folder"):
         PROGRAM.write(tmp_path / "file" / "folder")
 
 

@@ -4,7 +4,8 @@ Input: a program, its layout, a model and a batch. Output: `Measured`, each rank
 during one step with the optimizer's state there, and what it holds between steps.
 A storage counts once, for the rank that made it or was sent it, from the statement that makes it to
 its last reference. What a statement needs inside (a product's copies, the kernels of `runtime.ops`)
-and the batch, which lies outside of the program on a CPU, do not count.
+and the batch, which lies outside of the program on a CPU, do not count; nor does what is marked as
+host memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -23,9 +24,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from runtime import ops
+from runtime.host import Hosted, store
 from runtime.random import dropout
 from runtime.threads import ThreadTransport
 from runtime.trainer import Trainer, run_threads
+
+OUTSIDE = -1
+"""In place of a rank: what is on no device."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Ledger:
                 storage = tensor.untyped_storage()
                 if id(storage) in self._known:
                     continue
-                size = storage.nbytes() if rank >= 0 else 0
+                size = 0 if rank == OUTSIDE else storage.nbytes()
                 self._known[id(storage)] = size
                 weakref.finalize(storage, self._leave, id(storage), rank, size)
                 self.live[rank] += size
@@ -124,6 +129,8 @@ def tensors(tree: Any) -> Iterator[Tensor]:
             yield tree
         case dict():
             yield from tensors(list(tree.values()))
+        case Hosted():
+            yield from tensors(tree.buffers)
         case list() | tuple():
             for item in tree:
                 yield from tensors(item)
@@ -135,7 +142,7 @@ def measured(
 ) -> Measured:  # fmt: skip
     """Two steps, the second of which is measured."""
     ledger = Ledger(ranks)
-    ledger.enter(-1, batch)
+    ledger.enter(OUTSIDE, batch)
     resting = [0] * ranks
 
     def transport(world: Any, rank: int, device: torch.device) -> Any:
@@ -154,14 +161,23 @@ def measured(
             resting[trainer.rank] = ledger.restart(trainer.rank)
             trainer.step(*batch)
 
-    with whole_statements(program, ledger), patch("runtime.trainer.ThreadTransport", transport):
+    def stored(*found: Tensor) -> Hosted:
+        return cast(Hosted, ledger.call(OUTSIDE, store, *found))
+
+    with (
+        whole_statements(program, ledger, stored),
+        patch("runtime.trainer.ThreadTransport", transport),
+        patch("runtime.optimizers.store", stored),
+    ):
         run_threads(layout, program, model, ranks, two_steps, **options)
     return Measured(list(ledger.peak), resting)
 
 
 @contextmanager
-def whole_statements(program: ModuleType, ledger: Ledger) -> Iterator[None]:
-    """The program calls `runtime.ops` and dropout as single statements."""
+def whole_statements(
+    program: ModuleType, ledger: Ledger, stored: Callable[..., Hosted]
+) -> Iterator[None]:
+    """The program calls `runtime.ops` and dropout as single statements, and stores by `stored`."""
 
     def whole(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -172,7 +188,7 @@ def whole_statements(program: ModuleType, ledger: Ledger) -> Iterator[None]:
 
     names = [name for name in vars(ops) if not name.startswith("_") and callable(vars(ops)[name])]
     wrapped = SimpleNamespace(**{name: whole(vars(ops)[name]) for name in names})
-    found = {"ops": wrapped, "dropout": whole(dropout)}
+    found = {"ops": wrapped, "dropout": whole(dropout), "store": stored}
     before = {name: vars(program)[name] for name in found if name in vars(program)}
     vars(program).update({name: found[name] for name in before})
     try:

@@ -1,4 +1,5 @@
-"""Random legal plans: any mesh, strategy of each operation, recomputation, stages, ZeRO stage.
+"""Random legal plans: any mesh, strategy of each operation, recomputation, stages, ZeRO stage,
+offload.
 
 Input: a promoted graph and a random generator. Output: a `Plan`. Boundary values that must agree
 between blocks (`planner.ports`) get one random placement; what is legal is decided by `ir` alone.
@@ -10,6 +11,7 @@ from random import Random
 from ir.graph import Graph, references
 from ir.layout import Placement
 from ir.lower import Degrees, Lowered, Sharding
+from ir.offload import OFFLOADS, offloads_activations
 from ir.plan import Placed, Plan
 from ir.reshard import possible
 from ir.schedules import fits_rounds
@@ -35,10 +37,10 @@ def random_degrees(random: Random, rows: int, calls: int) -> tuple[int, Degrees]
 
 def random_plan(
     graph: Graph, rows: int, random: Random, *, mesh: tuple[int, Degrees] | None = None,
-    zero: int | None = None, order: tuple[str, int] | None = None,
+    zero: int | None = None, order: tuple[str, int] | None = None, offload: str | None = None,
 ) -> Plan:  # fmt: skip
-    """Stages, degrees, ZeRO stage and (schedule, stages per rank) may be given. Raises `Refused`
-    where the micro-batches of the draw would change the numbers."""
+    """Stages, degrees, ZeRO stage, (schedule, stages per rank) and offload may be given. Raises
+    `Refused` where the micro-batches of the draw would change the numbers."""
     batch_flow, kinds = kinds_of(graph)
     pipeline, degrees = mesh or random_degrees(random, rows, len(graph.calls))
     ports = connect(graph, kinds)
@@ -55,9 +57,11 @@ def random_plan(
     zero = random.choice([0, 1, 2, 3]) if zero is None else zero
     if zero >= 2 and degrees.data > 1 and schedule == "zero-bubble":  # not offered together
         schedule = "1f1b"
+    offload = random.choice(OFFLOADS) if offload is None else offload
+    hosts = [{label: _random_hosted(piece, random) for label in LABELS} for piece in lowered]
     return hand_plan(
         graph, degrees, kinds, shardings, keeps, stages, schedule=schedule, virtual_stages=virtual,
-        zero=zero,
+        zero=zero, offload=offload, hosts=hosts if offloads_activations(offload) else (),
     )  # fmt: skip
 
 
@@ -74,6 +78,13 @@ def _random_subset(graph: Graph, kind: Variant, piece: Lowered, random: Random) 
     share = random.choice([0.0, 0.5, 1.0])
     own = [name for name in piece.saved if name not in state_of(graph, kind, piece)]
     return frozenset(name for name in own if random.random() < share)
+
+
+def _random_hosted(piece: Lowered, random: Random) -> frozenset[str]:
+    """Any of the values that may be held; those that are not make no difference."""
+    share = random.choice([0.5, 1.0])
+    names = [*piece.saved, *piece.block.inputs]
+    return frozenset(name for name in names if random.random() < share)
 
 
 def _random_stages(calls: int, pipeline: int, random: Random) -> list[tuple[Placed, ...]]:

@@ -1,7 +1,7 @@
 """The planned peak of every rank is the peak of the emitted program, and its numbers are right.
 
-Random plans over all schedules, ZeRO stages, splits and kept values. A plan speaks of pipeline
-ranks: each is compared with the fullest of its devices.
+Random plans over all schedules, ZeRO stages, splits, kept values and what lies on the host. A plan
+speaks of pipeline ranks: each is compared with the fullest of its devices.
 """
 
 from dataclasses import dataclass, replace
@@ -20,6 +20,7 @@ from codegen.load import load
 from ir.cluster import Cluster
 from ir.graph import Graph
 from ir.lower import Degrees
+from ir.offload import OFFLOADS
 from ir.plan import Plan, spmd
 from ir.promote import promote
 from ir.trace import trace
@@ -27,6 +28,7 @@ from planner import plan
 from planner.stage_bytes import batch_bytes
 from planner.timeline import simulate_plan
 from runtime.compare import Run, Training, compare, run_plain, run_program, widened, widened_batch
+from tests.hand_plan import HOST
 from tests.numbers.live_memory import measured
 from tests.numbers.random_models import random_case
 from tests.numbers.random_plans import random_plan
@@ -115,7 +117,7 @@ def drawn(number: int) -> tuple[str, Plan]:
     degrees = Degrees(ROWS, data, tensor, micro)
     return name, random_plan(
         subject(name).graph, ROWS, random, mesh=(pipeline, degrees), zero=zero,
-        order=(schedule, virtual),
+        order=(schedule, virtual), offload=OFFLOADS[number // len(DRAWS)],
     )  # fmt: skip
 
 
@@ -136,7 +138,7 @@ def measured_bytes(who: Subject, chosen: Plan) -> list[int]:
     return [max(peaks[rank * devices : (rank + 1) * devices]) for rank in range(mesh.pipeline)]
 
 
-@pytest.mark.parametrize("number", range(30))
+@pytest.mark.parametrize("number", range(len(OFFLOADS) * len(DRAWS)))
 def test_random_plans_need_what_is_planned(number: int) -> None:
     name, chosen = drawn(number)
     who = subject(name)
@@ -162,5 +164,22 @@ def test_random_plans_need_what_is_planned(number: int) -> None:
 def test_the_planner_tells_what_its_plans_need(pin: dict[str, Any]) -> None:
     who = subject("tied")
     chosen = plan(who.graph, Cluster.local(2), global_batch=ROWS, pin={**pin, "micro_batches": 2})
+    planned = planned_bytes(who.graph, chosen)
+    assert planned == pytest.approx(measured_bytes(who, chosen), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("offload", OFFLOADS[1:])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_and_what_those_need_that_fit_only_with_the_host(schedule: str, offload: str) -> None:
+    who = subject("tied")
+    pin = {"pipeline": 2, "micro_batches": 2, "schedule": schedule, "recompute": "none"}
+
+    def best(memory_GiB: float, offload: str) -> Plan:
+        near = replace(Cluster.local(2, memory_GiB=memory_GiB), own_host=HOST)
+        return plan(who.graph, near, global_batch=ROWS, pin={**pin, "offload": offload})
+
+    roomy_GiB = best(1, offload.replace("all", "optimizer")).prediction.peak_bytes / 2**30
+    chosen = best(0.95 * roomy_GiB if offload != "optimizer" else 1, offload)
+    assert chosen.offload == offload
     planned = planned_bytes(who.graph, chosen)
     assert planned == pytest.approx(measured_bytes(who, chosen), rel=TOLERANCE)

@@ -17,12 +17,14 @@ from codegen import emit
 from codegen.load import load
 from ir.graph import Graph
 from ir.lower import Degrees
+from ir.offload import OFFLOADS
 from ir.plan import spmd
 from ir.promote import promote
 from ir.trace import trace
 from planner.cost import Roofline
 from planner.zero import held_cost
 from runtime.compare import Run, Training, compare, run_plain, run_program, widened, widened_batch
+from runtime.host import Hosted
 from runtime.trainer import run_threads
 from tests.numbers.random_plans import random_plan
 
@@ -161,17 +163,20 @@ def test_without_clipping_and_state(zero):
     assert compare(found, wanted("special", "sgd")).status == "ok"
 
 
+@pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_ranks_hold_the_bytes_that_the_planner_counts(zero):
+def test_ranks_hold_the_bytes_that_the_planner_counts(zero, offload):
     """Of parameters and buffers, of gradients and of the optimizer, on every rank of two stages."""
     graph, model, batch = prepared("special")
-    plan = random_plan(graph, ROWS, Random(7), mesh=(2, Degrees(ROWS, 3, 2, 1)), zero=zero)
+    mesh = (2, Degrees(ROWS, 3, 2, 1))
+    plan = random_plan(graph, ROWS, Random(7), mesh=mesh, zero=zero, offload=offload)
     program, cost = spmd(graph, plan), Roofline(plan.cluster, plan.mesh)
 
     def fn(trainer):
         trainer.step(*batch)
         slots = trainer.optimizer.local_state().values()
         slots = [t for held in slots for name, t in held.items() if name != "step"]
+        slots = [t for t in slots if not isinstance(t, Hosted)]
         held = trainer.state.tensors, trainer.state.accumulators, slots
         return [sum(t.numel() * t.element_size() for t in ts if t is not None) for ts in held]
 

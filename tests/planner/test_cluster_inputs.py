@@ -62,10 +62,17 @@ def test_a_network_may_be_named_by_its_kind(tmp_path) -> None:
         ("[]", "must list the levels"),
         ("[8]", "level 1 must hold keys"),
         ("[{size: 8, speed: 3}]", "level 1: unknown key 'speed'"),
-        ("[{name: node}]", "level 1: `size` must be a positive number"),
+        ("[{name: node}]", "level 1: `size` is missing"),
         ("[{size: 8.5}]", "`size` is 8.5; device counts are whole numbers"),
         ("[{size: 8}, {size: 3, bandwidth_GBps: [50, 25]}]", "2 bandwidths for 3 units"),
-        ("[{size: 8, link: carrier pigeon}]", "no network is called 'carrier pigeon'"),
+        ("[{size: 8, link: carrier pigeon}]", "'carrier pigeon'; it is one of NVLink, "),
+        ("[{size: 8, link: xGMI}]", "level 1: `link` is xGMI, and H100 has none. It has NVLink"),
+        ("[{size: 8, oversubscription: 0.5}]", "`oversubscription` is 0.5; it is 1 where"),
+        ("[{size: 8, size: 4}]", "`size` stands in line 2 and in line 2"),
+        ("[{size: 8}]\ndevice: A100", "`device` stands in line 1 and in line 3. Keep one"),
+        ("[{size: 8}]\nmemory_GiB: 96", "`memory_GiB` is 96, and a H100-SXM has 80. Name the"),
+        ("[{size: }]", "level 1: `size` must be a positive number, not None"),
+        ("[{size: 8}]\nprice: 2024-13-45", "is not YAML: month must be in"),
         ("[{size: 8}]\nnodes: 2", "`nodes` says what `levels` says"),
         ("[{size: 8}]\nreserve_GiB: 90", "leaves nothing of 80.0 GiB"),
     ],
@@ -73,6 +80,19 @@ def test_a_network_may_be_named_by_its_kind(tmp_path) -> None:
 def test_levels_with_a_mistake_are_refused(tmp_path, levels: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         from_yaml(tmp_path, f"device: H100\nlevels: {levels}\n")
+
+
+def test_a_table_whose_links_lead_one_way_is_refused(tmp_path) -> None:
+    rows = "     GPU0 GPU1\nGPU0  X   NV12\nGPU1 SYS   X\n"
+    (tmp_path / "topo.txt").write_text(rows)
+    with pytest.raises(UsageError, match="topo.txt: .*GPU0 has NV12 to GPU1, and GPU1 has SYS to"):
+        from_yaml(tmp_path, "device: A100-80GB\ntopology: topo.txt\n")
+
+
+@pytest.mark.parametrize("spec", ["local:-1", "local:", "local:four", "local"])
+def test_a_wrong_count_of_processes_is_answered_with_the_form(spec: str) -> None:
+    with pytest.raises(UsageError, match="local:N is N processes here, as in local:4"):
+        Cluster.parse(spec)
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_a_batch_that_keeps_degrees_out_is_a_constraint() -> None:
 # nothing fits
 
 
-SCARCE = {"pipeline": 1, "data": 1, "micro_batches": 1, "recompute": "none"}
+SCARCE = {"pipeline": 1, "data": 1, "micro_batches": 1, "recompute": "none", "offload": "none"}
 
 
 def scarce(memory_GiB: float) -> Cluster:

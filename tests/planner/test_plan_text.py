@@ -8,8 +8,9 @@ from small_models import chain, products
 
 from ir.cluster import Cluster
 from ir.plan import Plan
+from ir.quantities import duration, size
 from planner import plan
-from planner.describe import common_path, duration, escaped, size
+from planner.describe import common_path, escaped
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

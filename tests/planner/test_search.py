@@ -251,3 +251,29 @@ def test_a_plan_with_several_stages_per_rank_is_read_back(graph: Graph) -> None:
     assert (len(found.stages), found.virtual_stages) == (4, 2)
     assert Plan.from_json(found.to_json()) == found
     assert len(found.prediction.stages) == 2
+
+
+def test_a_time_limit_ends_the_search_with_what_it_has(graph: Graph) -> None:
+    with pytest.raises(Refused, match=r"within 0 s: of \d+ candidates 0 were planned.*more time"):
+        plan(graph, LOCAL, global_batch=8, time_limit_s=0)
+    whole_search = plan(graph, LOCAL, global_batch=8, time_limit_s=1000)
+    assert whole_search == plan(graph, LOCAL, global_batch=8)
+
+
+def test_the_certificate_says_what_was_searched(graph: Graph) -> None:
+    free, pinned = (
+        plan(graph, LOCAL, global_batch=8, pin=pin) for pin in ({}, {"pipeline": 1, "data": 4})
+    )
+    assert free.certificate and pinned.certificate
+    assert free.certificate.candidates > pinned.certificate.candidates >= 1
+    assert free.certificate.plans_log10 > pinned.certificate.plans_log10 > 0
+    assert 0 < free.certificate.planned <= free.certificate.candidates
+    assert f"search  {free.certificate.candidates} candidates" in free.text
+    assert Plan.from_json(free.to_json()).certificate == free.certificate
+
+
+def test_what_the_certificate_holds_is_checked(graph: Graph) -> None:
+    value = plan(graph, LOCAL, global_batch=8).to_json()
+    value["certificate"]["planned"] = "many"
+    with pytest.raises(UsageError, match="certificate: planned must be a int"):
+        Plan.from_json(value)

@@ -102,6 +102,21 @@ def test_a_users_error_keeps_its_exit_code(tmp_path):
     assert e.value.exit_code == 2
 
 
+def test_an_error_that_was_passed_on_is_not_printed_again(tmp_path, capfd):
+    (tmp_path / "train.py").write_text(
+        "import os, time\nfrom runtime.errors import UsageError, run_main\n"
+        "def main():\n    time.sleep(2 * int(os.environ['RANK']))\n"
+        "    raise UsageError('the batch is too small.')\nrun_main(main)\n"
+    )
+    run_main_of = f"from runtime.launch import launch; launch({str(tmp_path)!r}, 2)"
+    code = f"from runtime.errors import run_main; run_main(lambda: exec({run_main_of!r}))"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.count("the batch is too small") == 1
+    assert "rank 0 ended with exit code 2" in ended.stderr
+    assert "Its error is above." in ended.stderr
+
+
 @pytest.mark.parametrize(("nproc", "message"), [(2, "no train.py"), (0, "no train.py")])
 def test_a_folder_without_a_program_is_refused(tmp_path, nproc, message):
     with pytest.raises(UsageError, match=message):

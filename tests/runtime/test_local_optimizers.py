@@ -1,9 +1,12 @@
 """Optimizers on shards give exactly what torch.optim gives on the whole parameter."""
 
+from dataclasses import replace
+
 import pytest
 import tiny_program as tiny
 import torch
 
+from runtime.host import Hosted
 from runtime.layout import parse_layout
 from runtime.optimizers import LocalOptimizer
 from runtime.state import State
@@ -80,3 +83,19 @@ def test_the_learning_rate_can_change():
     optimizer.set_learning_rate(1.0)
     optimizer.step((torch.ones(3),))
     assert torch.equal(x, torch.zeros(3))
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_state_on_the_host_gives_the_same_bits(name, options):
+    near, far = ([drawn(8, 6), drawn(3)] for _ in range(2))
+    accumulators = tuple(torch.zeros_like(x) for x in near)
+    entries = (entry("x"), entry("y"))
+    hosted = tuple(replace(e, hosted=True) for e in entries)
+    ours = LocalOptimizer(name, State(entries, tuple(near), accumulators), options)
+    theirs = LocalOptimizer(name, State(hosted, tuple(far), accumulators), options)
+    for gradient, other in zip(drawn(4, 8, 6), drawn(4, 3), strict=True):
+        for optimizer in (ours, theirs):
+            optimizer.step((gradient, other))
+    assert all(map(torch.equal, near, far))
+    for slots in theirs.local_state().values():
+        assert all(isinstance(held, Hosted) for slot, held in slots.items() if slot != "step")

@@ -1,0 +1,138 @@
+"""The front door's part for checks: `sw.check`, and the `check` command.
+
+In: a model, a number of ranks or a cluster, decisions. Out: per plan how far its program is from
+the plain model, all ranks in this process, in float64.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from codegen import emit, load
+from deciding import check_fixed_batch, one_paragraph, pins_of, rows_of, trace_loaded
+from ir.cluster import Cluster
+from ir.errors import Different, ShardwrightError, UsageError
+from ir.graph import Graph
+from ir.plan import Plan
+from ir.promote import promote
+from ir.trace import find_loss
+from planner import plan as plan_graph
+from planner.pins import Pins, check_pins, meshes, read_pins
+from runtime.compare import (
+    ERRORS,
+    Run,
+    Training,
+    badness,
+    compare,
+    own_precision_error,
+    run_plain,
+    run_program,
+    widened,
+    widened_batch,
+)
+from runtime.models import Loaded, load_model
+
+EXIT_CODES = {"ok": 0, "refused": 3, "mismatch": 4}
+UNKNOWN: dict[str, Any] = dict.fromkeys(("status", "plan", *ERRORS, "worst", "reason"))
+
+
+def check(
+    loaded: Loaded, devices: int | Cluster, *, pin: Mapping[str, Any] | None = None, steps: int = 2
+) -> list[dict[str, Any]]:
+    """Compare the program of a plan with the plain model, all ranks in this process, in float64.
+
+    Without a mesh degree in `pin`, one result for every (pipeline, data, tensor) whose product is
+    `devices`. A result has status ("ok", "mismatch" or "refused"), plan, loss_rel_err,
+    grad_rel_err, param_rel_err, worst and reason. Raises `UsageError` for pins that make no sense.
+    """
+    cluster = devices if isinstance(devices, Cluster) else Cluster.local(devices)
+    check_pins(read_pins(pin), cluster.n_devices)
+    pin = dict(pin or {})
+    checker = _Checker(loaded, steps)
+    if pin.keys() & {"pipeline", "data", "tensor"}:
+        check_pins(read_pins(pin), cluster.n_devices, checker.rows)
+        check_fixed_batch(checker.graph, pin, cluster)
+        return [checker.check(cluster, pin)]
+    splits = [asdict(mesh) for mesh in meshes(Pins(), cluster.n_devices)]
+    return [checker.check(cluster, pin | split) for split in splits]
+
+
+class _Checker:
+    """Compares programs of one model with it, both in float64 with the model's casts promoted.
+
+    Where the model drops out, masks come from the program's counter, so the program for one device
+    stands for the plain model.
+    """
+
+    def __init__(self, loaded: Loaded, steps: int) -> None:
+        own = trace_loaded(loaded)
+        self.graph = promote(own)
+        self.rows = rows_of(loaded, self.graph)
+        self.training = Training(steps)
+        self.model = widened(loaded.model)
+        self.batch = widened_batch(loaded.args), widened_batch(loaded.kwargs)
+        nodes = (node for block in self.graph.blocks for node in block.nodes)
+        if any(node.op == "dropout" for node in nodes):
+            self.plain = self.run(plan_graph(self.graph, Cluster.local(1), global_batch=self.rows))
+        else:
+            loss = loaded.loss or find_loss
+            self.plain = run_plain(self.model, *self.batch, loss, self.training)
+            self._check_own_precision(loaded, own, loss)
+
+    def _check_own_precision(self, loaded: Loaded, graph: Graph, loss: Callable[..., Any]) -> None:
+        """Refuses to go on if the one-device program is not the model at its own precision."""
+        chosen = plan_graph(graph, Cluster.local(1), global_batch=self.rows)
+        batch = loaded.args, loaded.kwargs
+        found = run_program(*load(emit(graph, chosen)), loaded.model, *batch, Training(1))
+        wanted = run_plain(loaded.model, *batch, loss, Training(1), promote=False)
+        error = own_precision_error(found, wanted, loaded.model)
+        if not error <= 1:
+            raise Different(
+                f"the one-device program of {loaded.name} differs from the model at the model's "
+                f"own precision, {error:.3g} times what rounding explains. This is a defect of "
+                "Shardwright; please report the model."
+            )
+
+    def run(self, chosen: Plan) -> Run:
+        return run_program(*load(emit(self.graph, chosen)), self.model, *self.batch, self.training)
+
+    def check(self, cluster: Cluster, pin: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            chosen = plan_graph(self.graph, cluster, global_batch=self.rows, pin=dict(pin))
+            found = compare(self.run(chosen), self.plain, update=self.training.lr)
+        except ShardwrightError as error:
+            asked = " ".join(f"{key}={value}" for key, value in pin.items())
+            return UNKNOWN | {"status": "refused", "plan": asked, "reason": one_paragraph(error)}
+        return UNKNOWN | {"status": found.status, "plan": str(chosen.mesh), **found.to_json()}
+
+
+def check_command(options: argparse.Namespace) -> int:
+    """`shardwright check`: 4 where numbers differ, 3 where no plan was found."""
+    if options.cluster and options.devices:
+        raise UsageError("--devices and --cluster both say how many ranks: give one of them")
+    devices = Cluster.parse(options.cluster) if options.cluster else options.devices
+    if devices is None:
+        raise UsageError("say how many ranks with --devices N, or for which hardware: --cluster")
+    loaded = load_model(options.model, seq=options.seq, batch=options.batch, device="cpu")
+    results = check(loaded, devices, pin=pins_of(options), steps=options.steps or 2)
+    worst = max(results, key=badness)
+    if options.json:
+        print(json.dumps({**worst, "combinations": results} if len(results) > 1 else worst))
+    else:
+        print("\n".join(_check_lines(loaded, results)))
+    return EXIT_CODES[worst["status"]]
+
+
+def _check_lines(loaded: Loaded, results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield f"{loaded.name}: relative difference from the plain model, in float64"
+    for result in results:
+        head = f"{result['plan']:<28}  {result['status']:<8}"
+        if result["loss_rel_err"] is None:
+            yield f"{head}  {result['reason']}"
+            continue
+        loss, gradients, parameters = (result[key] for key in ERRORS)
+        why = result["reason"] or f"worst: {result['worst']}"
+        errors = f"loss {loss:.1e}  gradients {gradients:.1e}  parameters {parameters:.1e}"
+        yield f"{head}  {errors}  {why}"

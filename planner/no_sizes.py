@@ -1,0 +1,29 @@
+"""The refusal of a request for which no mesh and micro-batches have an order.
+
+Input: a graph, pins, the devices, the rows of the batch. Output: `Refused`, with what to try.
+"""
+
+from __future__ import annotations
+
+from ir.errors import Refused
+from ir.graph import Graph
+from planner.pins import Pins, divisors
+
+
+def no_sizes(graph: Graph, pins: Pins, devices: int, rows: int) -> Refused:
+    """`rows`: that devices can share."""
+    calls = len(graph.calls)
+    if pins.schedule == "interleaved" or (pins.virtual_stages or 1) > 1:
+        virtual = pins.virtual_stages or 2
+        return Refused(
+            f"the interleaved schedule with virtual_stages={virtual} finds no sizes: it needs "
+            f"at least 2 pipeline ranks, pipeline x {virtual} of the model's {calls} blocks, "
+            "and at least as many micro-batches as ranks, in equal rounds. Try schedule=1f1b, "
+            "a larger global batch, or fewer virtual stages."
+        )
+    fitting = [d for d in divisors(rows) if d <= devices]
+    return Refused(
+        f"more devices than work: {devices} devices can't share {rows} rows of the batch, "
+        f"{calls} blocks for pipeline stages and the factors of the model's tensors. Try "
+        f"{fitting[-1]} devices, or another global batch."
+    )

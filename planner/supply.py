@@ -1,0 +1,99 @@
+"""The blocks of candidates, sharded, lowered and priced: what a search keeps between them.
+
+Input: a workload, a cluster, pins. Output: the `Pieces` of a candidate under a price of memory, and
+what the bounds are made of. Shared by all candidates with the same local shapes.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from ir.cluster import Cluster, Mesh
+from ir.lower import Degrees, Lowered
+from ir.offload import offloads_activations
+from planner.calibrated import cost_model
+from planner.least_costs import LeastCosts
+from planner.offload import hosting_of
+from planner.pieces import Pieces, best_menu, priced, whole, with_menus
+from planner.pins import Candidate, Pins
+from planner.sharding import ShardingResult, Shardings
+from planner.workload import Workload
+
+
+class Supply:
+    """`is_whole_batch`: the model needs all rows at once, so that its blocks depend on the mesh."""
+
+    def __init__(
+        self, work: Workload, cluster: Cluster, pins: Pins, *, is_whole_batch: bool
+    ) -> None:
+        self.work, self.cluster, self.pins = work, cluster, pins
+        self.is_whole_batch = is_whole_batch
+        self.known_shardings: dict[tuple[int, int], Shardings] = {}
+        self.known_sharded: dict[tuple[int, int, int, float, float], ShardingResult] = {}
+        self.known_pieces: dict[tuple[Any, ...], Pieces] = {}
+        self.known_alone: dict[int, Pieces] = {}
+        self.least = LeastCosts(
+            work, cluster, self.alone, self.shardings, self.lowered,
+            lambda candidate: self.pieces(candidate, 0.0),
+        )  # fmt: skip
+
+    def alone(self, rows: int) -> Pieces:
+        """The pieces of one device."""
+        if rows not in self.known_alone:
+            self.known_alone[rows] = self._priced(Candidate(Mesh(), 1, "1f1b", rows), self.whole)
+        return self.known_alone[rows]
+
+    def lowered(self, rows: int, data: int, micro_batches: int) -> tuple[Lowered, ...]:
+        """The blocks of one of so many data ranks."""
+        candidate = Candidate(Mesh(data=data), micro_batches, "1f1b", rows)
+        return self._priced(candidate, self.whole).lowered
+
+    def pieces(self, candidate: Candidate, price_s: float) -> Pieces:
+        """Of the cheapest shardings when a byte of state costs so many seconds per micro-batch."""
+        mesh, result = candidate.mesh, self._sharding(candidate, price_s)
+        key: tuple[Any, ...] = (
+            mesh.tensor, candidate.rows, mesh.data > 1, candidate.micro_batches > 1,
+            tuple(sharding.key for sharding in result.shardings),
+            offloads_activations(candidate.offload),
+            (mesh, candidate.micro_batches) if self.is_whole_batch or self._has_prologue else None,
+        )  # fmt: skip
+        if key not in self.known_pieces:
+            found, graph = self._priced(candidate, result), self.work.graph
+            hosting = hosting_of(graph, self.cluster, candidate.offload)
+            menu_of = best_menu(self.pins.recompute, hosting)
+            self.known_pieces[key] = with_menus(found, graph, self.work.kinds, menu_of)
+        return self.known_pieces[key]
+
+    def _priced(self, candidate: Candidate, result: ShardingResult) -> Pieces:
+        """Pieces without their menus."""
+        work, cost = self.work, cost_model(self.cluster, candidate.mesh)
+        return priced(work.graph, work.flow, work.kinds, result, candidate.degrees, cost)
+
+    @cached_property
+    def _has_prologue(self) -> bool:
+        return any(kind.spread.gathers(kind.block) for kind in self.work.kinds)
+
+    def shardings(self, candidate: Candidate) -> Shardings:
+        """Of a candidate's local shapes: the data degree does not matter to the tensor axis."""
+        key = (candidate.mesh.tensor, candidate.rows)
+        if key not in self.known_shardings:
+            work, cost = self.work, cost_model(self.cluster, candidate.mesh)
+            degrees = Degrees(candidate.rows, 1, candidate.mesh.tensor, 1)
+            self.known_shardings[key] = Shardings(work.graph, work.kinds, degrees, cost, work.early)
+        return self.known_shardings[key]
+
+    def _sharding(self, candidate: Candidate, price_s: float) -> ShardingResult:
+        if candidate.mesh.tensor == 1:
+            return self.whole
+        count, exchange_s = candidate.micro_batches, self.least.exchange_s(candidate)
+        key = (candidate.mesh.tensor, candidate.rows, count, price_s, exchange_s)
+        if key not in self.known_sharded:
+            found = self.shardings(candidate)
+            self.known_sharded[key] = found.cheapest(count, price_s, exchange_s=exchange_s)
+        return self.known_sharded[key]
+
+    @cached_property
+    def whole(self) -> ShardingResult:
+        """Nothing cut."""
+        return whole(self.work.graph, self.work.kinds)

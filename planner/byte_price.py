@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ir.lower import Lowered
 from ir.spmd import StageCall
 from planner.candidate import Evaluated
 from planner.pieces import Pieces
@@ -28,9 +29,16 @@ def marginal_price_s(found: Evaluated) -> float:
 
 
 def whole_price_s(pieces: Pieces) -> float:
-    """Between keeping everything and nothing, with one micro-batch in flight."""
+    """Between keeping everything and nothing, with one micro-batch in flight; where nothing can be
+    made again, what a block takes over all that it reads from outside."""
     rates = [_upgrade(menu, menu[-1]) for menu in pieces.menus]
-    return max(rates, default=0.0)
+    return max(rates, default=0.0) or max(map(_whole_rate, pieces.lowered, pieces.menus))
+
+
+def _whole_rate(lowered: Lowered, menu: Sequence[MenuPoint]) -> float:
+    read_bytes = sum(lowered.types[name].bytes(1) for name in lowered.block.inputs)
+    seconds = min(point.forward.total_s + point.backward.total_s for point in menu)
+    return seconds / read_bytes if read_bytes else 0.0
 
 
 def recomputed_share(found: Evaluated) -> float:

@@ -291,11 +291,12 @@ def schedules(pins: Pins, ranks: int, micro_batches: int, calls: int) -> Iterato
     """(schedule, stages per rank) that the pins and the sizes allow.
 
     1F1B is as fast as GPipe and holds less, so GPipe is only taken when it is pinned. Without a
-    pipeline, or with one micro-batch, there is nothing to choose.
+    pipeline there is nothing to choose; with one micro-batch only whether a stage leaves the
+    weights' half of its backward until the stage before it has what it waits for.
     """
     if pins.schedule is not None:
         names: tuple[str, ...] = (pins.schedule,)
-    elif ranks > 1 and micro_batches > 1:
+    elif ranks > 1:
         names = ("1f1b", "zero-bubble", "interleaved")
     else:
         names = ("1f1b",)

@@ -39,7 +39,7 @@ from planner.stage_refusal import excess_message, least_assignment
 from planner.stages import plan_stages
 from planner.workload import Workload as Workload
 
-ATTEMPTS = 3
+ATTEMPTS = 4
 """How often the stages are planned again with less room when the exact bytes pass the capacity."""
 
 
@@ -124,8 +124,12 @@ class _Evaluation(StagePrices):
         problem = self._problem(self.cost.capacity_bytes)
         assignment = least_assignment(problem)
         estimates = [stage_memory(problem, s, stage) for s, stage in enumerate(assignment)]
-        nearly = NEARLY * self.cost.capacity_bytes
-        if self.candidate.virtual_stages > 1 or any(e.peak_bytes > nearly for e in estimates):
+        ranks = self.candidate.mesh.pipeline
+        of_ranks = (
+            sum(e.persistent_bytes + e.saved_bytes for e in estimates[rank::ranks])
+            for rank in range(ranks)
+        )
+        if max(of_ranks) > NEARLY * self.cost.capacity_bytes:
             return None
         found = self.given(assignment)
         if found.prediction.peak_bytes > self.cost.capacity_bytes:
@@ -134,17 +138,21 @@ class _Evaluation(StagePrices):
         return found
 
     def _best(self, limit_s: float) -> Evaluated | TooSlow:
-        room = self.cost.capacity_bytes
+        capacity = self.cost.capacity_bytes
+        room = float(capacity)
         for attempt in range(ATTEMPTS):
-            problem = self._problem(room)
-            several = self.candidate.virtual_stages > 1
-            ranks = self.candidate.mesh.pipeline
-            plan = plan_interleaved(problem, ranks) if several else plan_stages(problem)
+            try:
+                plan = self._stages_within(room)
+            except Refused:
+                if attempt:
+                    raise
+                room = NEARLY * capacity
+                continue
             program, stages = self._placed(plan)
             if limit_s < inf and (step_s := self.step_s(program)) > limit_s:
                 return TooSlow(step_s)
             prediction = self.prediction(program, plan.bound_s)
-            excess = prediction.peak_bytes - self.cost.capacity_bytes
+            excess = prediction.peak_bytes - capacity
             if excess <= 0:
                 self._check_host(prediction)
                 return Evaluated(
@@ -154,6 +162,12 @@ class _Evaluation(StagePrices):
             if room <= 0 or attempt == ATTEMPTS - 1:
                 break
         raise Refused(excess_message(prediction))
+
+    def _stages_within(self, room_bytes: float) -> StagePlan:
+        problem, ranks = self._problem(room_bytes), self.candidate.mesh.pipeline
+        if self.candidate.virtual_stages > 1:
+            return plan_interleaved(problem, ranks)
+        return plan_stages(problem)
 
     def given(self, assignment: Assignment) -> Evaluated:
         """The stages as they are given; runs and points count as in `runs` and the menus."""

@@ -305,20 +305,22 @@ class _Search:
     def _try(self, candidate: Candidate, best: _Best) -> bool:
         """Evaluates a candidate, first as if a byte cost nothing; if it does not fit so, with as
         few as it can; then at what the last plan says a byte is worth. Whether it may fit."""
-        price_s, tried, fits = 0.0, list[Pieces](), False
+        price_s, tried, fits, dearer = 0.0, list[Pieces](), False, [1.0, STEEP]
         for _ in range(MOST_PRICES if candidate.mesh.tensor > 1 else 1):
             pieces = self.supply.pieces(candidate, price_s)
-            if any(pieces is other for other in tried):
+            is_known = any(pieces is other for other in tried)
+            if is_known and (fits or not dearer):
                 break
             tried.append(pieces)
-            found = self._evaluated(candidate, pieces, best.step_s * (1 + HOPE))
+            limit_s = best.step_s * (1 + HOPE)
+            found = None if is_known else self._evaluated(candidate, pieces, limit_s)
             if isinstance(found, TooSlow):
                 fits = True
                 break
-            if found is None and len(tried) > 1:
-                break
             if found is None:
-                price_s = STEEP * whole_price_s(pieces)
+                if fits or not dearer:
+                    break
+                price_s = dearer.pop() * whole_price_s(pieces)
                 continue
             fits = True
             best.offer(found)

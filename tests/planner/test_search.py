@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from small_models import chain, products, whole
+from test_bounds import with_usable
 
 from ir.cluster import Cluster, Mesh
 from ir.errors import Refused, UsageError
@@ -277,3 +278,15 @@ def test_what_the_certificate_holds_is_checked(graph: Graph) -> None:
     value["certificate"]["planned"] = "many"
     with pytest.raises(UsageError, match="certificate: planned must be a int"):
         Plan.from_json(value)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble", "interleaved"])
+def test_what_just_fits_is_not_refused(graph: Graph, schedule: str) -> None:
+    """A plan that recomputes everything is found again where there is memory for nothing else."""
+    pin = {"pipeline": 2, "tensor": 2, "micro_batches": 4, "schedule": schedule}
+    full = plan(graph, LOCAL, global_batch=8, pin=pin | {"recompute": "full"})
+    tight = with_usable(LOCAL, full.prediction.peak_bytes + 1)
+    again = plan(graph, tight, global_batch=8, pin=pin | {"recompute": "full"}).prediction
+    assert again.step_s == full.prediction.step_s
+    free = plan(graph, tight, global_batch=8, pin=pin).prediction
+    assert max(again.peak_bytes, free.peak_bytes) <= full.prediction.peak_bytes + 1

@@ -19,7 +19,7 @@ from planner import plan
 WIDTHS = (256, 512, 1024)
 OPS = (
     ("up",), ("up", "relu"), ("relu", "up"), ("up", "square"), ("up", "tanh"), ("up", "down"),
-    ("up", "relu", "down"), ("double", "up", "relu"), ("up", "tanh", "relu"),
+    ("double", "up", "relu"),
 )  # fmt: skip
 TWO = ("local:2", "2xA100-80GB", "2x1xH100-SXM")
 MORE = ("local:2", "local:3", "local:4", "local:6", "4xA100-80GB", "2x2xH100-SXM", "2x4xH100-SXM")

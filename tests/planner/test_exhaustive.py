@@ -34,8 +34,8 @@ FAMILIES: dict[str, tuple[Callable[[int], Instance], ShardingsOf]] = {
 }  # fmt: skip
 CUT_FOR_1F1B = "zero-bubble stages are cut for the step of 1F1B"
 USELESS_AXIS = "meshes whose tensor axis divides nothing are left out"
-SLOWER = { ("layers", 35): CUT_FOR_1F1B,
-    ("layers", 89): CUT_FOR_1F1B, ("layers", 77): USELESS_AXIS,
+SLOWER = {
+    ("layers", 35): CUT_FOR_1F1B, ("layers", 89): CUT_FOR_1F1B, ("layers", 77): USELESS_AXIS,
 }  # fmt: skip
 """Instances whose best plan the search misses by more than its gap, and what it seems to lack."""
 

@@ -173,8 +173,9 @@ class _Search:
         everything, best = list(self._candidates()), _Best()
         bound_s = self._improve(best, everything)
         more = self.offload.more(everything, best.found)
+        is_plain = best.found is not None
         offloaded_s = self._improve(best, more)
-        bound_s = offloaded_s if bound_s == inf else bound_s
+        bound_s = bound_s if is_plain else min(bound_s, offloaded_s)
         options = [*everything, *more]
         plans = plans_log10(self.work, options)
         self.certificate = Certificate(len(options), self.evaluations + self.refusals, plans)
@@ -201,6 +202,7 @@ class _Search:
                 heapq.heappush(open_, self._open(candidate, closer_s, level + 1))
                 continue
             if self._is_too_large(candidate):
+                closed_s = min(closed_s, self._unproven_s(candidate, bound_s))
                 continue
             if self.offload.is_enough(candidate, has_plan=best.found is not None):
                 closed_s = min(closed_s, bound_s)
@@ -208,12 +210,18 @@ class _Search:
             is_open = self.evaluations < MOST_EVALUATIONS and self.refusals < MOST_REFUSALS
             if is_open or self.offload.is_extra(candidate) or best.found is None:
                 fits = self._try(candidate, best)
-                closed_s = min(closed_s, bound_s) if fits else closed_s
+                left_s = bound_s if fits else self._unproven_s(candidate, bound_s)
+                closed_s = min(closed_s, left_s)
             else:
                 closed_s = min(closed_s, bound_s)
                 if open_ and closed_s <= open_[0][0]:
                     break
         return min([closed_s, *(item[0] for item in open_[:1])])
+
+    def _unproven_s(self, candidate: Candidate, bound_s: float) -> float:
+        """The bound of a candidate of which no tried sharding fits: with a tensor axis another one
+        may."""
+        return bound_s if candidate.mesh.tensor > 1 else inf
 
     def _quick(self, options: list[Candidate]) -> Iterator[tuple[Candidate, float]]:
         """Candidates with their first bounds, without those that can't fit: where rows do not

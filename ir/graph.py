@@ -54,7 +54,7 @@ class TensorType:
     def elements(self, batch: int) -> int:
         total = 1
         for size in self.shape:
-            total *= int(evaluate(size, batch))
+            total *= size if type(size) is int else int(evaluate(size, batch))
         return total
 
     def bytes(self, batch: int) -> int:

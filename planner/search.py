@@ -59,6 +59,8 @@ GAP = 0.005
 """Relative; the search ends when no plan can be better than the best by more."""
 SLACK = 0.003
 """Less recomputation than this part of a step is not worth a sharding that holds less."""
+PATIENCE = 8
+"""The same since the last one that was better by a fifth of the gap."""
 MOST_REFUSALS = 40
 """Candidates that turn out not to fit before the same."""
 MOST_PRICES = 4
@@ -164,7 +166,8 @@ class _Search:
         self.supply = Supply(work, cluster, pins, is_whole_batch=self.reason is not None)
         self.bounds = Bounds(self.supply.least)
         self.offload = OffloadChoice(pins.offload, self.bounds.least)
-        self.evaluations = self.refusals = 0
+        self.evaluations = self.refusals = self.patient_since = 0
+        self.patient_s = inf
         self.too_large: list[Candidate] = []
 
     def run(self) -> Evaluated:
@@ -207,8 +210,7 @@ class _Search:
             if self.offload.is_enough(candidate, has_plan=best.found is not None):
                 closed_s = min(closed_s, bound_s)
                 continue
-            is_open = self.evaluations < MOST_EVALUATIONS and self.refusals < MOST_REFUSALS
-            if is_open or self.offload.is_extra(candidate) or best.found is None:
+            if self._goes_on(best) or self.offload.is_extra(candidate) or best.found is None:
                 fits = self._try(candidate, best)
                 left_s = bound_s if fits else self._unproven_s(candidate, bound_s)
                 closed_s = min(closed_s, left_s)
@@ -217,6 +219,15 @@ class _Search:
                 if open_ and closed_s <= open_[0][0]:
                     break
         return min([closed_s, *(item[0] for item in open_[:1])])
+
+    def _goes_on(self, best: _Best) -> bool:
+        """Whether one more candidate is worth planning."""
+        if best.step_s < (1 - GAP / 5) * self.patient_s:
+            self.patient_s, self.patient_since = best.step_s, self.evaluations
+        return (
+            self.evaluations < min(MOST_EVALUATIONS, self.patient_since + PATIENCE)
+            and self.refusals < MOST_REFUSALS
+        )
 
     def _unproven_s(self, candidate: Candidate, bound_s: float) -> float:
         """The bound of a candidate of which no tried sharding fits: with a tensor axis another one
@@ -266,7 +277,7 @@ class _Search:
             pass
         return does_not_fit(
             self.work, least, self.supply.pieces(least, price_s), cost,
-            state_bytes=self.bounds.least.state_bytes(alone),
+            state_bytes=self.bounds.least.state.bytes_of(alone),
             devices=self.cluster.n_devices,
         )  # fmt: skip
 

@@ -252,7 +252,7 @@ def calibrate_command(options: argparse.Namespace) -> int:
 def process_counts(text: str) -> tuple[int, ...]:
     """An argument such as 1,2,4."""
     words = text.split(",")
-    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of counts such as 1,2,4")
     return tuple(int(word) for word in words)
 

@@ -23,6 +23,7 @@ from planner.explanation_text import remedy_text
 from planner.pins import check_pins, parse_pins, read_pins
 from planner.shortage import DoesNotFit
 from planner.trials import Planning, Request, Trials
+from runtime.arguments import count, rate
 from runtime.batch import tensor_leaves
 from runtime.models import Loaded, load_model
 
@@ -169,13 +170,6 @@ def one_paragraph(error: BaseException | str) -> str:
     return " ".join(str(error).split())
 
 
-def count(text: str) -> int:
-    """An argument that is a whole number from 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
-
-
 MODEL = (
     "FILE.py:build (a function that returns model, args, kwargs; optional loss(output) beside it), "
     "hf:PATH/config.json, or hf:NAME such as hf:llama-3-8b"
@@ -203,7 +197,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--trace": {"metavar": "FILE", "help": TRACE},
     "--force": {"action": "store_true", "help": "overwrite a program that is already there"},
     "--steps": {"type": count, "metavar": "N", "help": "training steps (run: 20, check: 2)"},
-    "--lr": {"type": float, "default": 1e-3, "help": "AdamW's rate (default %(default)s)"},
+    "--lr": {"type": rate, "default": 1e-3, "help": "AdamW's rate (default %(default)s)"},
     "--devices": {"type": count, "metavar": "N", "help": "how many ranks"},
     "--json": {"action": "store_true", "help": "print JSON on stdout"},
 }

@@ -18,7 +18,6 @@ from deciding import (
     ask,
     call_arguments,
     cluster_of,
-    count,
     pins_of,
     planning_of,
     target_of,
@@ -34,6 +33,7 @@ from planner.explanation import Explanation, explain_request
 from planner.pins import KEYS, check_pins, parse_pins, read_pins
 from planner.timeline import simulate_plan
 from planner.trials import Pinned, Request, Trials
+from runtime.arguments import count
 
 REFUSED = 3
 TIME_LIMIT_S = 120

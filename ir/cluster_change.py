@@ -124,7 +124,7 @@ def _with_rate(cluster: Cluster, number: int, text: str) -> Cluster:
 
 def _with_nodes(cluster: Cluster, text: str) -> Cluster:
     """So many nodes, joined as the present ones are; a usual network where there was one node."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"nodes={text}: it must be a whole number of at least 1.")
     if cluster.device.name == CPU:
         raise UsageError(

@@ -123,7 +123,7 @@ def parse_pins(text: str, *, micro_batches: int | None = None) -> dict[str, int 
             raise UsageError(f"--pin {text!r}: {part!r} is not KEY=VALUE, such as tensor=2.")
         if key in pin:
             raise UsageError(f"--pin {text!r} names {key} twice. Give it once.")
-        pin[key] = int(value) if value.isdigit() else value
+        pin[key] = int(value) if value.isdecimal() else value
     if micro_batches and pin.setdefault("micro_batches", micro_batches) != micro_batches:
         raise UsageError(
             f"--micro-batches {micro_batches} contradicts --pin micro_batches="

@@ -8,6 +8,7 @@ torch's, with torch's defaults; an unknown one is a UsageError.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -65,6 +66,9 @@ class LocalOptimizer:
         if unknown := sorted(set(options) - set(allowed)):
             raise UsageError(f"{name} has no option {unknown}; it has {list(allowed)}.")
         self._state = state
+        infinite = [k for k, v in options.items() if isinstance(v, float) and not isfinite(v)]
+        if infinite:
+            raise UsageError(f"{name}: {infinite[0]} is {options[infinite[0]]}; give a finite one.")
         self._name, self._has_momentum = name, bool(options.get("momentum"))
         self._parameters = state.updated
         try:
@@ -84,7 +88,9 @@ class LocalOptimizer:
             part.step()
 
     def set_learning_rate(self, lr: float) -> None:
-        """The learning rate of the following steps."""
+        """The learning rate of the following steps: finite, and not below zero."""
+        if not (isfinite(lr) and lr >= 0):
+            raise UsageError(f"the learning rate is {lr}; give a number from 0.")
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 group["lr"] = lr

@@ -1,4 +1,4 @@
-"""Instance norms normalise every row by itself, so rows stay cut and the numbers are the model's."""
+"""Instance norms: each row by itself, so rows stay cut, and the numbers are the model's."""
 
 import pytest
 import torch

@@ -39,6 +39,8 @@ REFUSED = [
     (["predict", "HERE/rows.csv", "--out", "HERE/no/p.csv"], "there is no folder"),
     (["predict", "HERE/rows.csv", "--out", "HERE/p.csv", "--explain", "x"], "--out: --explain"),
     (["calibrate", "--out", "HERE/no/m.yaml"], "there is no folder"),
+    (["calibrate", "--cluster", "2xA100-80GB", "--quick"], "with --cluster nothing is measured"),
+    (["calibrate", "--cluster", "2xA100-80GB", "--processes", "2"], "--processes: with --cluster"),
     (["calibrate", "--out", "HERE/m.txt"], "a cluster file is called .yaml"),
     (["calibrate", "--out", "HERE/m.yaml", "--nccl-tests", "HERE/no.txt"], "no.txt: No such file"),
     (["plan", "MODEL", *LOCAL, "--pin", "tensor=3"], "pin tensor=3: 4 devices can't be split in 3"),

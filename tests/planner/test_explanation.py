@@ -249,6 +249,19 @@ def test_what_is_missing_adds_up(missing: Explanation) -> None:
     assert any(part.name.startswith("layers.*.up.weight") for part in shortage.largest)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_no_part_is_larger_than_what_it_is_of_and_none_is_nothing(recompute: str) -> None:
+    graph = chain(depth=4, width=64, hidden=128, seq=16)
+    with pytest.raises(DoesNotFit) as caught:
+        plan(graph, scarce(1e-5), global_batch=16, pin={"recompute": recompute, "data": 1})
+    shortage = caught.value.shortage
+    whole_bytes = {part.name: part.size_bytes for part in shortage.parts}
+    assert min(whole_bytes.values()) > 0
+    working = [p for p in shortage.largest if p.name.startswith("working memory of")]
+    assert working
+    assert all(part.size_bytes <= whole_bytes["working memory"] for part in working)
+
+
 def test_every_remedy_plans_when_it_is_tried(missing: Explanation) -> None:
     big = chain(depth=2, width=256, hidden=1024, seq=64)
     fitting = [item for item in missing.remedies if item.fits]

@@ -163,7 +163,7 @@ def test_the_devices_of_a_node_share_its_memory() -> None:
 
 def test_a_host_that_is_too_small_is_refused(heavy: Graph) -> None:
     small = cluster(1, host=Host(LINK_BYTES_PER_S, 2**20))
-    with pytest.raises(Refused, match=r"takes .* GiB of the host of node 0"):
+    with pytest.raises(Refused, match=r"takes .* MiB of the host of node 0"):
         plan(heavy, small, global_batch=8, pin={"offload": "optimizer"})
 
 

@@ -28,7 +28,7 @@ from runtime.batch import tensor_leaves
 from runtime.models import Loaded, load_model
 
 REMEDIES_S = 10
-"""No further change is tried later than this after a plan was found not to fit."""
+"""Changes are looked for so long after a plan was found not to fit."""
 MOST_REMEDIES = 2
 
 
@@ -95,7 +95,7 @@ def decide(options: argparse.Namespace) -> tuple[Loaded, Graph, Plan]:
     limit_s = options.time_limit if options.time_limit is not None else inf
     planning = planning_of(asked.graph, time_limit_s=limit_s)
     try:
-        return asked.loaded, asked.graph, planning(asked.request)
+        return asked.loaded, asked.graph, planning(asked.request, inf)
     except DoesNotFit as error:
         raise Refused(f"{error} {_help(error, asked.request, planning)}") from error
 
@@ -103,10 +103,10 @@ def decide(options: argparse.Namespace) -> tuple[Loaded, Graph, Plan]:
 def planning_of(
     graph: Graph, optimizer: str = "adamw", *, time_limit_s: float = inf
 ) -> Planning:
-    """A function that plans requests for this graph."""
-    return lambda request: plan_graph(
+    """A function that plans requests for this graph, none for longer than `time_limit_s`."""
+    return lambda request, left_s: plan_graph(
         graph, request.cluster, global_batch=request.global_batch, pin=request.pins,
-        optimizer=optimizer, time_limit_s=time_limit_s,
+        optimizer=optimizer, time_limit_s=min(time_limit_s, left_s),
     )  # fmt: skip
 
 

@@ -14,7 +14,14 @@ from ir.errors import Refused, UsageError
 from ir.graph import Graph
 from ir.plan import Plan
 from planner import plan
-from planner.alternatives import Difference, Moved, compare, decisions, neighbours
+from planner.alternatives import (
+    Difference,
+    Moved,
+    alternative,
+    compare,
+    decisions,
+    neighbours,
+)
 from planner.explanation import Explanation, explain_request
 from planner.explanation_text import explanation_text
 from planner.shortage import DoesNotFit
@@ -26,9 +33,10 @@ OWN = {"schedule": "1f1b", "zero": 0, "micro_batches": 2}
 
 
 def planning_of(graph: Graph) -> Planning:
-    return lambda request: plan(
-        graph, request.cluster, global_batch=request.global_batch, pin=request.pins
-    )
+    return lambda request, left_s: plan(
+        graph, request.cluster, global_batch=request.global_batch, pin=request.pins,
+        time_limit_s=left_s,
+    )  # fmt: skip
 
 
 def explained(graph: Graph, cluster: Cluster, pins: Mapping[str, Any], **asked: Any) -> Explanation:
@@ -75,6 +83,30 @@ def test_the_parts_add_up_to_the_difference(told: Explanation) -> None:
         assert parts == pytest.approx(item.total_s, abs=1e-12)
         assert abs(item.rest_s) <= 1e-9 * told.plan.prediction.step_s
         assert item.share == pytest.approx(item.total_s / told.plan.prediction.step_s)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_does_not_fit_on_the_plans_mesh_is_asked_of_all(
+    graph: Graph, missing: Explanation, fits: bool
+) -> None:
+    made = plan(graph, PAIR, global_batch=8, pin=OWN)
+    assert missing.shortage is not None
+    smaller = replace(missing.shortage, parts=missing.shortage.parts[:3])
+
+    def planning(request: Request, left_s: float) -> Plan:
+        if "data" in request.pins:
+            raise DoesNotFit(missing.shortage)
+        if fits:
+            return made
+        raise DoesNotFit(smaller)
+
+    asked = {"schedule": "gpipe"}
+    found = alternative(Request(PAIR, 8, {}), asked, Trials(planning, 60), made.mesh)
+    if fits:
+        assert found.outcome == made
+    else:
+        assert isinstance(found.outcome, Refusal) and found.outcome.shortage == smaller
+    assert not found.released
 
 
 def test_neighbours_are_the_next_legal_values() -> None:
@@ -276,6 +308,16 @@ def test_every_remedy_plans_when_it_is_tried(missing: Explanation) -> None:
         assert made.prediction.peak_bytes <= made.prediction.capacity_bytes
 
 
+def test_a_remedy_frees_only_what_changes(missing: Explanation) -> None:
+    freeing = [item for item in missing.remedies if item.fits and item.released]
+    assert freeing
+    for item in freeing:
+        assert isinstance(item.outcome, Plan)
+        now = decisions(item.outcome)
+        assert all(now[key] != SCARCE[key] for key in item.released)
+        assert item.kind != "free" or item.change == ", ".join(item.released)
+
+
 def test_what_was_tried_in_vain_says_by_how_much(missing: Explanation) -> None:
     text = explanation_text(missing)
     assert text.startswith("no plan fits\n") and "what would fit, each planned" in text
@@ -314,10 +356,48 @@ def test_nothing_is_begun_after_the_time_limit() -> None:
     assert left and "not tried: the time limit was reached" in str(told)
 
 
+class Clock:
+    """Moved by hand."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_each_planning_has_the_time_that_is_left_and_the_last_is_said(graph: Graph) -> None:
+    clock, given = Clock(), list[float]()
+
+    def planning(request: Request, left_s: float) -> Plan:
+        given.append(left_s)
+        clock.now_s += 4
+        return plan(graph, request.cluster, global_batch=8, pin=request.pins)
+
+    told = explain_request(Request(PAIR, 8, OWN), Trials(planning, 10, clock))
+    assert given == [10, 6, 2] and told.plan is not None
+    tried = [item.outcome for item in told.alternatives if item.outcome is not None]
+    assert [told.is_cut_short(outcome) for outcome in tried] == [False, True]
+    assert str(told).count("but the time limit ended its search") == 1
+    cut = [item.get("cut_short", False) for item in told.to_json()["alternatives"]]
+    assert cut.count(True) == 1 and "not tried: the time limit was reached" in str(told)
+
+
+def test_a_plan_that_the_limit_ended_says_so(graph: Graph) -> None:
+    clock = Clock()
+
+    def planning(request: Request, left_s: float) -> Plan:
+        clock.now_s += 11
+        return plan(graph, request.cluster, global_batch=8, pin=request.pins)
+
+    told = explain_request(Request(PAIR, 8, OWN), Trials(planning, 10, clock))
+    assert "the limit of 10 s ended its search" in str(told)
+    assert told.to_json()["plan"]["cut_short"]
+
+
 def test_the_same_request_is_planned_once() -> None:
     count = []
 
-    def planning(request: Request) -> Plan:
+    def planning(request: Request, left_s: float) -> Plan:
         count.append(request)
         raise Refused("no")
 
@@ -346,7 +426,7 @@ def test_the_same_request_is_planned_once() -> None:
 def test_a_question_that_makes_no_sense_is_refused_before_any_work(
     asked: Mapping[str, Any], message: str
 ) -> None:
-    def planning(request: Request) -> Plan:
+    def planning(request: Request, left_s: float) -> Plan:
         raise AssertionError("planned first")
 
     with pytest.raises(UsageError, match=message):

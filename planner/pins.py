@@ -46,6 +46,11 @@ class Pins:
     zero: int | None = None
     offload: str | None = None
 
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether a rank must have several stages."""
+        return self.schedule == "interleaved" or (self.virtual_stages or 1) > 1
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -274,11 +279,6 @@ def candidates(
     """
     if global_batch % mesh.data:
         return
-    if whole_batch and (pins.schedule == "interleaved" or (pins.virtual_stages or 1) > 1):
-        raise Refused(
-            "the interleaved schedule needs at least as many micro-batches as pipeline ranks, and "
-            "this model's batch can't be cut: a step is one micro-batch. Use schedule=1f1b."
-        )
     rows = global_batch // mesh.data
     counts = [1] if whole_batch else divisors(rows)
     for count in counts:

@@ -257,7 +257,7 @@ class _Search:
 
     def _no_time(self, candidates: int) -> Refused:
         return Refused(
-            f"no plan was found within {self.time_limit_s:g} s: of {candidates} candidates "
+            f"no plan was found within {self.time_limit_s:.3g} s: of {candidates} candidates "
             f"{self.refusals} were planned, and none of those fits. Allow more time, or pin "
             "decisions that are settled."
         )
@@ -293,8 +293,15 @@ class _Search:
                 f"block each, and the model has {calls}. Use at most pipeline={calls}."
             )
         whole_batch = self.reason is not None or not self.has_batch
+        why = self.reason or self.work.graph.fixed_batch or "no input has rows to cut"
         if whole_batch and (self.pins.micro_batches or 1) > 1:
-            raise Refused(f"{self.reason}; plan with micro_batches=1.")
+            raise Refused(f"{why}; plan with micro_batches=1.")
+        if whole_batch and self.pins.is_interleaved:
+            raise Refused(
+                "the interleaved schedule needs at least as many micro-batches as pipeline ranks, "
+                f"and this model's batch can't be cut: {why}. So a step is one micro-batch. Use "
+                "schedule=1f1b."
+            )
         if self.reason and self.pins.micro_batches is None:
             self.notes.append(f"one micro-batch only: {self.reason}")
         for mesh in meshes(self.pins, self.cluster.n_devices):

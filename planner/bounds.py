@@ -23,11 +23,11 @@ from ir.schedules import Held, splits_backward
 from planner.calibrated import cost_model
 from planner.cost import CostModel
 from planner.least_costs import LeastCosts
+from planner.phases import PHASES, Phase
 from planner.pins import Candidate
 from planner.price import StateCost
 from planner.rank_bound import least_pace_s
 from planner.schedule import fill_rounds
-from planner.sharding_program import PHASES, Phase
 from planner.stage_cuts import best_cuts, least_maximum, relaxed_seconds, tail_seconds
 from planner.stage_problem import Point, Run, StageProblem
 from planner.workload import Workload

@@ -28,6 +28,7 @@ from planner.frontier import Frontier, frontier
 from planner.halves import least_pending_bytes
 from planner.least_state import LeastState
 from planner.offload import Hosting
+from planner.phases import PHASES, Phase
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import (
@@ -40,7 +41,6 @@ from planner.recompute_program import KeptProgram
 from planner.schedule import moments
 from planner.sharding import Shardings
 from planner.sharding_bound import EVENLY, WITH_EARLY, BlockBound, LeastTotals, block_bound
-from planner.sharding_program import PHASES, Phase
 from planner.workload import Workload, touched_bytes
 
 KEPT_PRICES = 16

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import groupby
 from math import inf
 from time import monotonic
@@ -25,28 +25,28 @@ from ir.graph import Graph
 from ir.offload import OFFLOADS
 from ir.plan import Certificate, Plan, encode, signature
 from ir.schedules import SCHEDULES
+from ir.seats import seats_of
 from ir.variants import variants
-from planner.approximations import approximations, divides_something
-from planner.bounds import Bounds
+from planner.approximations import approximations
 from planner.byte_price import marginal_price_s, recomputed_share, whole_price_s
 from planner.calibrated import cost_model
 from planner.candidate import Evaluated, TooSlow, Workload, evaluate
 from planner.counting import plans_log10
 from planner.describe import describe
+from planner.fewer_devices import idle_note
 from planner.no_sizes import no_sizes
 from planner.offload import HostFull, check_offload
 from planner.offload_choice import OffloadChoice
+from planner.options import Options
 from planner.pieces import Pieces
 from planner.pins import (
     Candidate,
     Pins,
-    candidates,
     check_batch,
     check_pins,
-    meshes,
     read_pins,
-    zero_stages,
 )
+from planner.places import PlacedBounds, Supplies
 from planner.price import OPTIMIZER_TENSORS
 from planner.shortage import does_not_fit
 from planner.solver import SolverFailed
@@ -75,8 +75,9 @@ def plan(
     pin: Mapping[str, Any] | None = None, optimizer: str = "adamw", name: str | None = None,
     time_limit_s: float = inf,
 ) -> Plan:  # fmt: skip
-    """Decides how to train `graph` on all devices of `cluster`, or of its spec; deterministic, but
-    for a search that a time limit ends: then the best plan so far, with its gap.
+    """Decides how to train `graph` on `cluster`, or on that of a spec; deterministic, but for a
+    search that a time limit ends: then the best plan so far, with its gap. Devices are left idle
+    where the others are faster without them, or where the pinned degrees say so.
 
     `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("gpipe", "1f1b",
     "interleaved", "zero-bubble"), virtual_stages (of a rank, where interleaved), recompute
@@ -93,11 +94,13 @@ def plan(
     check_batch(graph, global_batch)
     check_offload(pins.offload, cluster, optimizer)
     check_pins(pins, cluster.n_devices, global_batch, has_batch=has_batch)
+    if pins.pipeline and pins.data and pins.tensor:
+        seats_of(cluster, pins.pipeline * pins.data * pins.tensor)
     batch_flow = flow(graph)
     work = Workload(graph, batch_flow, variants(graph, batch_flow), global_batch, optimizer)
     search = _Search(work, cluster, pins, has_batch, time_limit_s)
     best = search.run()
-    notes = (*search.notes, *approximations(work, best, cluster))
+    notes = (*search.idle(best), *search.notes, *approximations(work, best, cluster))
     blocks = tuple(
         encode(*parts)
         for parts in zip(
@@ -115,14 +118,18 @@ def plan(
 
 @dataclass
 class _Best:
-    """The best plan so far, by step, then by fewer stages, more data ranks, a simpler schedule,
-    less divided."""
+    """The best plan so far, by step, then by fewer idle devices, fewer stages, more data ranks, a
+    simpler schedule, less divided; and the best one of every number of devices."""
 
     found: Evaluated | None = None
+    by_size: dict[int, Evaluated] = field(default_factory=dict)
 
     def offer(self, new: Evaluated) -> None:
         if self.found is None or _order(new) < _order(self.found):
             self.found = new
+        alike = self.by_size.setdefault(new.candidate.mesh.size, new)
+        if _order(new) < _order(alike):
+            self.by_size[new.candidate.mesh.size] = new
 
     @property
     def step_s(self) -> float:
@@ -140,7 +147,7 @@ def _simplicity(candidate: Candidate) -> tuple[int, ...]:
     """Of equally good candidates the least comes first."""
     mesh = candidate.mesh
     return (
-        mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.virtual_stages,
+        -mesh.size, mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.virtual_stages,
         SCHEDULES.index(candidate.schedule), candidate.zero,
         OFFLOADS.index(candidate.offload),
     )  # fmt: skip
@@ -159,18 +166,20 @@ class _Search:
         self.work, self.cluster, self.pins, self.has_batch = work, cluster, pins, has_batch
         self.time_limit_s, self.deadline = time_limit_s, monotonic() + time_limit_s
         self.certificate: Certificate | None = None
-        self.reason = needs_whole_batch(work.graph, work.flow)
+        self.best, self.bounds_s = _Best(), dict[Candidate, float]()
+        reason = needs_whole_batch(work.graph, work.flow)
+        self.options = Options(work, cluster, pins, has_batch, reason)
         self.notes: list[str] = []
-        self.supply = Supply(work, cluster, pins, is_whole_batch=self.reason is not None)
-        self.bounds = Bounds(self.supply.least)
+        self.supply = Supplies(Supply(work, cluster, pins, is_whole_batch=reason is not None))
+        self.bounds = PlacedBounds(self.supply)
         self.offload = OffloadChoice(pins.offload, self.bounds.least)
-        self.evaluations = self.refusals = 0
+        self.has_whole, self.evaluations, self.refusals = True, 0, 0
         self.too_large: list[Candidate] = []
 
     def run(self) -> Evaluated:
         """Of all candidates; then, if those lack memory, of some with offload. The bound is of the
         first ones, if any of them fits."""
-        everything, best = list(self._candidates()), _Best()
+        everything, best = list(self._candidates()), self.best
         bound_s = self._improve(best, everything)
         more = self.offload.more(everything, best.found)
         is_plain = best.found is not None
@@ -242,6 +251,7 @@ class _Search:
 
     def _open(self, candidate: Candidate, bound_s: float, level: int) -> _Open:
         """An entry of the queue; of equal bounds fewer stages and more data ranks come first."""
+        self.bounds_s[candidate] = bound_s
         return bound_s, _simplicity(candidate), level, candidate
 
     def _no_time(self, candidates: int) -> Refused:
@@ -275,30 +285,26 @@ class _Search:
         return replace(found, prediction=replace(found.prediction, bound_s=bound_s))
 
     def _candidates(self) -> Iterator[Candidate]:
-        calls = len(self.work.graph.calls)
-        if self.pins.pipeline and self.pins.pipeline > calls:
-            raise Refused(
-                f"more devices than work: pipeline={self.pins.pipeline} stages need at least one "
-                f"block each, and the model has {calls}. Use at most pipeline={calls}."
-            )
-        whole_batch = self.reason is not None or not self.has_batch
-        if whole_batch and (self.pins.micro_batches or 1) > 1:
-            raise Refused(f"{self.reason}; plan with micro_batches=1.")
-        if self.reason and self.pins.micro_batches is None:
-            self.notes.append(f"one micro-batch only: {self.reason}")
-        for mesh in meshes(self.pins, self.cluster.n_devices):
-            useless = mesh.tensor > 1 and not divides_something(self.work.kinds, mesh.tensor)
-            if mesh.pipeline > calls or (useless and not self.pins.tensor):
-                continue
-            if mesh.data > 1 and not self.has_batch:
-                continue
-            if self.pins.zero and mesh.data == 1:
-                continue
-            for candidate in candidates(
-                self.pins, mesh, self.work.global_batch, calls, whole_batch=whole_batch
-            ):  # fmt: skip
-                for zero in zero_stages(self.pins, candidate):
-                    yield replace(candidate, zero=zero, offload=self.offload.words[0])
+        options, reason = self.options, self.options.reason
+        options.check()
+        if reason and self.pins.micro_batches is None:
+            self.notes.append(f"one micro-batch only: {reason}")
+        whole = options.whole()
+        self.has_whole = bool(whole)
+        for candidate in options.of([*whole, *options.fewer(whole)]):
+            yield replace(candidate, offload=self.offload.words[0])
+
+    def idle(self, found: Evaluated) -> list[str]:
+        """What is to be said of devices that the best plan leaves idle."""
+        mesh, devices = found.candidate.mesh, self.cluster.n_devices
+        if mesh.size == devices:
+            return []
+        best = self.best.by_size.get(devices)
+        whole = (best.candidate.mesh, best.prediction.step_s) if best else None
+        least_s = [s for c, s in self.bounds_s.items() if c.mesh.size == devices]
+        bound_s = min(least_s) if least_s else inf if self.has_whole else None
+        step_s = found.prediction.step_s
+        return [idle_note(self.cluster, self.pins, mesh, step_s, whole, bound_s)]
 
     def _is_too_large(self, candidate: Candidate) -> bool:
         """Whether the same with fewer rows, or more divided or offloaded, did not fit."""

@@ -6,6 +6,7 @@ what the bounds are made of. Shared by all candidates with the same local shapes
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -92,6 +93,16 @@ class Supply:
             found = self.shardings(candidate)
             self.known_sharded[key] = found.cheapest(count, price_s, exchange_s=exchange_s)
         return self.known_sharded[key]
+
+    def elsewhere(self) -> Supply:
+        """For tensor groups that lie in another way; what one device has is kept together."""
+        other = Supply(self.work, self.cluster, self.pins, is_whole_batch=self.is_whole_batch)
+        other.known_alone = self.known_alone
+        other.least = replace(
+            other.least, known_frontiers=self.least.known_frontiers,
+            known_crossings=self.least.known_crossings, known_left=self.least.known_left,
+        )  # fmt: skip
+        return other
 
     @cached_property
     def whole(self) -> ShardingResult:

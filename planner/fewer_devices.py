@@ -1,0 +1,116 @@
+"""Meshes that leave devices of a cluster idle, where they may be faster than those of all devices.
+
+Input: a cluster, pins, the meshes of all devices that have plans, what the model and the batch can
+share. Output: the meshes of fewer devices that are worth a look, and what a plan says of them.
+
+All devices are useless where they can't share the work: 7 of them a batch of 8, 100 of them one of
+64. Where they can, a mesh of fewer devices does nothing that one of all devices doesn't do with
+more, so it is left out if a larger mesh *covers* it: has more than half its degree on every axis.
+Within such a step larger meshes trade one axis for another. What a larger mesh loses by its traffic
+alone is not looked at: with a slow network one node can be faster than two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from ir.cluster import AXES, Cluster, Mesh
+from ir.quantities import duration
+from ir.seats import seats, shares_cores
+from ir.variants import Variant
+from planner.pins import Pins, divisors
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What ranks can share: the stages and the rows that there are at most, and the model's tensor
+    degrees. `usable`: whether a mesh has a plan by these and the pins."""
+
+    stages: int
+    rows: int
+    tensor: Sequence[int]
+    usable: Callable[[Mesh], bool]
+
+
+def tensor_degrees(kinds: Sequence[Variant], most: int) -> list[int]:
+    """The degrees that divide some tensor of the model, in order."""
+    sizes = {size for kind in kinds for size in kind.factors.size.values() if type(size) is int}
+    return sorted({d for size in sizes for d in divisors(size) if d <= most} | {1})
+
+
+def fewer_devices(
+    cluster: Cluster, pins: Pins, whole: Sequence[Mesh], shares: Shares
+) -> list[Mesh]:
+    """Those that no mesh of `whole` and no other of them covers, the largest first. None on a
+    machine that was measured as it is, all processes at once; if the pins say so, just one."""
+    if pins.pipeline and pins.data and pins.tensor:
+        mesh = Mesh(pins.pipeline, pins.data, pins.tensor)
+        return [mesh] * (mesh.size < cluster.n_devices and shares.usable(mesh))
+    if shares_cores(cluster):
+        return []
+    found = sorted(_largest(cluster, pins, whole, shares), key=_largest_first)
+    kept: list[Mesh] = []
+    for mesh in found:
+        if not any(_covers(other, mesh) for other in kept):
+            kept.append(mesh)
+    return kept
+
+
+def _largest(
+    cluster: Cluster, pins: Pins, whole: Sequence[Mesh], shares: Shares
+) -> Iterator[Mesh]:
+    """For every data and tensor degree the mesh of most stages."""
+    most = cluster.n_devices
+    for data in _allowed(pins.data, divisors(shares.rows)):
+        for tensor in _allowed(pins.tensor, shares.tensor):
+            stages = min(shares.stages, most // (data * tensor))
+            for pipeline in _allowed(pins.pipeline, range(stages, 0, -1), stages):
+                mesh = Mesh(pipeline, data, tensor)
+                if any(_covers(other, mesh) for other in whole):
+                    break
+                fits = mesh.size < most and seats(cluster, mesh.size) is not None
+                if fits and shares.usable(mesh):
+                    yield mesh
+                    break
+
+
+def _allowed(pinned: int | None, degrees: Sequence[int], most: int | None = None) -> Sequence[int]:
+    """The pinned degree instead of all."""
+    if pinned is None:
+        return degrees
+    return [pinned] if most is None or pinned <= most else []
+
+
+def _covers(larger: Mesh, mesh: Mesh) -> bool:
+    return larger.size > mesh.size and all(
+        2 * larger.degree(axis) > mesh.degree(axis) for axis in AXES
+    )
+
+
+def _largest_first(mesh: Mesh) -> tuple[int, int, int]:
+    return -mesh.size, mesh.pipeline, -mesh.data
+
+
+def idle_note(
+    cluster: Cluster, pins: Pins, mesh: Mesh, step_s: float, whole: tuple[Mesh, float] | None,
+    bound_s: float | None,
+) -> str:  # fmt: skip
+    """How many devices idle, and why. `whole`: the best plan of all devices that was looked at, its
+    mesh and seconds; `bound_s`: what such plans take at least, if there are any."""
+    devices = cluster.n_devices
+    if pins.pipeline and pins.data and pins.tensor:
+        why = "the pins say so"
+    elif whole is not None:
+        why = (
+            f"the best plan found on all {devices} ({whole[0]}) takes {duration(whole[1])}, "
+            f"this one {duration(step_s)}"
+        )
+    elif bound_s is None:
+        why = f"no mesh of all {devices} can share the rows, the blocks and the tensors"
+    elif bound_s == inf:
+        why = f"no plan on all {devices} fits"
+    else:
+        why = f"plans on all {devices} take {duration(bound_s)} at least"
+    return f"{devices - mesh.size} of {devices} devices idle: {why}"

@@ -238,6 +238,11 @@ class Plan:
                 f"{value['hash']}. Plan again, with pins for the decisions that you want changed."
             )
         seats_of(plan.cluster, plan.mesh.size)
+        if value.get("devices_idle", 0) != plan.devices_idle:
+            raise UsageError(
+                f"{where}: devices_idle is {value.get('devices_idle', 0)}, but {plan.mesh} leaves "
+                f"{plan.devices_idle} of {plan.cluster}."
+            )
         if len(plan.stages) % plan.mesh.pipeline or not plan.stages:
             raise UsageError(
                 f"{where}: {len(plan.stages)} stages can't lie evenly on pipeline="

@@ -238,15 +238,17 @@ def _most_data(pins: Pins, n_devices: int, *, has_batch: bool) -> int:
 def _check_devices(pins: Pins, n_devices: int) -> None:
     """The pinned degrees must divide the number of devices; all three may leave some idle."""
     pinned = [getattr(pins, axis) for axis in AXES]
-    if all(pinned) and prod(pinned) < n_devices:
+    fits = prod(degree or 1 for degree in pinned) < n_devices
+    if all(pinned) and fits:
         return
+    other = "pin all three degrees to leave devices idle" if fits else "a larger cluster"
     left = n_devices
     for axis, degree in zip(AXES, pinned, strict=True):
         if degree and left % degree:
             others = " left by the other pins" if left != n_devices else ""
             raise UsageError(
                 f"pin {axis}={degree}: {left} devices{others} can't be split in {degree}. Use "
-                f"{axis}={nearest(left, degree)}, or pin all three degrees to leave devices idle."
+                f"{axis}={nearest(left, degree)}, or {other}."
             )
         left //= degree or 1
 

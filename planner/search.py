@@ -54,6 +54,8 @@ from planner.supply import Supply
 
 MOST_EVALUATIONS = 24
 """Candidates that are planned before the search settles for the best one found."""
+MOST_HALVED = 6
+"""The same on half of the devices of the best plan."""
 LEVELS = 4
 GAP = 0.005
 """Relative; the search ends when no plan can be better than the best by more."""
@@ -173,6 +175,7 @@ class _Search:
         self.supply = Supplies(Supply(work, cluster, pins, is_whole_batch=reason is not None))
         self.bounds = PlacedBounds(self.supply)
         self.offload = OffloadChoice(pins.offload, self.bounds.least)
+        self.most_evaluations = MOST_EVALUATIONS
         self.has_whole, self.evaluations, self.refusals = True, 0, 0
         self.too_large: list[Candidate] = []
 
@@ -181,6 +184,8 @@ class _Search:
         first ones, if any of them fits."""
         everything, best = list(self._candidates()), self.best
         bound_s = self._improve(best, everything)
+        halves, bound_s = self._halved(best, bound_s)
+        everything += halves
         more = self.offload.more(everything, best.found)
         is_plain = best.found is not None
         offloaded_s = self._improve(best, more)
@@ -196,6 +201,23 @@ class _Search:
                 raise no_sizes(self.work.graph, self.pins, self.cluster.n_devices, rows)
             raise self._nothing_fits(everything + more)
         return self._bounded(best.found, bound_s)
+
+    def _halved(self, best: _Best, bound_s: float) -> tuple[list[Candidate], float]:
+        """Candidates on half the devices of the best plan, and again, as long as that is better;
+        with the least bound that is left."""
+        tried: list[Candidate] = []
+        while found := best.found:
+            devices = self.options.half(found.prediction, found.candidate.mesh)
+            if devices is None:
+                break
+            word = self.offload.words[0]
+            more = [replace(c, offload=word) for c in self.options.of(self.options.on(devices))]
+            self.most_evaluations = self.evaluations + MOST_HALVED
+            bound_s = min(bound_s, self._improve(best, more))
+            tried += more
+            if best.found is found:
+                break
+        return tried, bound_s
 
     def _improve(self, best: _Best, options: list[Candidate]) -> float:
         """Best first: of all candidates the one of the least bound is bounded more closely, and
@@ -216,7 +238,7 @@ class _Search:
             if self.offload.is_enough(candidate, has_plan=best.found is not None):
                 closed_s = min(closed_s, bound_s)
                 continue
-            is_open = self.evaluations < MOST_EVALUATIONS and self.refusals < MOST_REFUSALS
+            is_open = self.evaluations < self.most_evaluations and self.refusals < MOST_REFUSALS
             if is_open or self.offload.is_extra(candidate) or best.found is None:
                 fits = self._try(candidate, best)
                 left_s = bound_s if fits else self._unproven_s(candidate, bound_s)
@@ -289,7 +311,7 @@ class _Search:
         options.check()
         if reason and self.pins.micro_batches is None:
             self.notes.append(f"one micro-batch only: {reason}")
-        whole = options.whole()
+        whole = options.on(self.cluster.n_devices)
         self.has_whole = bool(whole)
         for candidate in options.of([*whole, *options.fewer(whole)]):
             yield replace(candidate, offload=self.offload.words[0])

@@ -2,51 +2,68 @@
 
 Input: a cluster, a number of ranks. Output: on how many nodes and how many devices of each they
 lie, and the cluster that they see. They fill the first nodes, each with as many ranks as the
-others, so that one command per node starts them; the devices that are left idle.
+others, so that one command per node starts them; the devices that are left idle. Where nodes hold
+different devices, they fill those of the fastest kind that has enough.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import ceil
 
 from ir.cluster import Cluster
 from ir.errors import UsageError
+from ir.mixed import Nodes, pace, slowest
 from ir.topology import Level
 
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """The first `per_node` devices of each of the first `nodes` nodes."""
+    """The first `per_node` devices of each of `nodes` nodes, from node `first` on."""
 
     nodes: int
     per_node: int
+    first: int = 0
 
     def text(self, cluster: Cluster) -> str:
         """Which devices of the cluster these are."""
-        one = cluster.n_devices == cluster.devices_per_node
-        if self.per_node == cluster.devices_per_node:
-            return f"the first {self.nodes} nodes" if self.nodes > 1 else "the first node"
         each = f"the first {self.per_node}" if self.per_node > 1 else "the first"
-        if one:
+        if cluster.n_devices == cluster.devices_per_node:
             return each
-        if self.nodes == 1:
-            return f"{each} of the first node"
-        return f"{each} of each of the first {self.nodes} nodes"
+        last = self.first + self.nodes - 1
+        nodes = f"nodes {self.first} to {last}" if self.nodes > 1 else f"node {last}"
+        whole = self.per_node == cluster.devices_per_node
+        return nodes if whole else f"{each} of {'each of ' * (self.nodes > 1)}{nodes}"
 
 
 def seats(cluster: Cluster, ranks: int) -> Seats | None:
     """On as few nodes as can be; None where they can't lie evenly.
 
     >>> seats(Cluster.parse("4x6xH100-SXM"), 16)
-    Seats(nodes=4, per_node=4)
+    Seats(nodes=4, per_node=4, first=0)
     """
-    per_node = cluster.devices_per_node
-    least, most = ceil(ranks / per_node), cluster.n_devices // per_node
-    for nodes in range(least, min(most, ranks) + 1):
-        found = Seats(nodes, ranks // nodes)
-        if ranks % nodes == 0 and _sizes(cluster, found.per_node) is not None:
-            return found
+    everywhere = 0, cluster.n_devices // cluster.devices_per_node
+    for first, nodes in (*_alike_nodes(cluster), everywhere):
+        found = _seats_among(cluster, ranks, nodes)
+        if found is not None:
+            return replace(found, first=first)
+    return None
+
+
+def _alike_nodes(cluster: Cluster) -> list[tuple[int, int]]:
+    """(First, number) of nodes in a row with the same device, those with the fastest first."""
+    runs, first = [], 0
+    for part in cluster.nodes:
+        runs.append((-pace(part.device), first, part.count))
+        first += part.count
+    return [(first, count) for _, first, count in sorted(runs)]
+
+
+def _seats_among(cluster: Cluster, ranks: int, most: int) -> Seats | None:
+    for nodes in range(ceil(ranks / cluster.devices_per_node), min(most, ranks) + 1):
+        if ranks % nodes == 0 and _sizes(cluster, ranks // nodes) is not None:
+            return Seats(nodes, ranks // nodes)
     return None
 
 
@@ -77,13 +94,18 @@ def shares_cores(cluster: Cluster) -> bool:
 
 def seated(cluster: Cluster, ranks: int) -> Cluster:
     """The cluster in which these ranks, one after the other, lie where they sit: nodes with as many
-    devices as are used. Whole nodes, and a part of one node, are the first devices already.
+    devices as are used. Whole nodes, and a part of one node, are the first devices already, but
+    where nodes hold different devices: then the slowest of those that are used is in every place.
 
     Of a link from each device to each other one, those to idle devices are idle; ports and switches
     serve the devices that are left.
     """
     found = seats(cluster, ranks)
-    if found is None or found.nodes == 1 or found.per_node == cluster.devices_per_node:
+    if found is None:
+        return cluster
+    if cluster.nodes:
+        cluster = _only(cluster, found)
+    if found.nodes == 1 or found.per_node == cluster.devices_per_node:
         return cluster
     sizes = _sizes(cluster, found.per_node)
     assert sizes is not None  # seats() asked
@@ -96,6 +118,25 @@ def seated(cluster: Cluster, ranks: int) -> Cluster:
             *(_less_busy(level, found.per_node, share) for level in outer),
         ),
     )
+
+
+def _only(cluster: Cluster, found: Seats) -> Cluster:
+    """These nodes alone, of a cluster whose nodes differ and are joined by one level."""
+    held = [part.device for part in cluster.nodes for _ in range(part.count)]
+    used = held[found.first : found.first + found.nodes]
+    runs = [Nodes(len([*group]), device) for device, group in groupby(used)]
+    unit, levels = 1, []
+    for level in cluster.levels:
+        ports = cluster.devices_per_node // unit or 1  # of a node
+        first, last = found.first * ports, (found.first + found.nodes) * ports
+        rates = tuple(level.port_rates[i % len(level.port_rates)] for i in range(first, last)
+                      if level.port_rates)  # fmt: skip
+        is_across = unit == cluster.devices_per_node
+        unit *= level.size
+        size = found.nodes if is_across else level.size
+        levels.append(replace(level, size=size, port_rates=rates))
+    nodes = tuple(runs) if len(runs) > 1 else ()
+    return replace(cluster, device=slowest(used), levels=tuple(levels), nodes=nodes)
 
 
 def _sizes(cluster: Cluster, per_node: int) -> list[int] | None:

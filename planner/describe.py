@@ -17,7 +17,7 @@ from ir.ops import op_def
 from ir.plan import Placed, Plan
 from ir.quantities import duration, size
 from ir.reshard import FREE
-from ir.seats import seats_of
+from ir.seats import seated, seats_of
 from planner.candidate import Evaluated
 from planner.price import COLLECTIVES, NodeTimes, Seconds
 from planner.recompute import MenuPoint
@@ -70,7 +70,8 @@ def _head(plan: Plan) -> Iterator[str]:
     if plan.devices_idle:
         where = seats_of(plan.cluster, plan.mesh.size).text(plan.cluster)
         used, there = plan.mesh.size, plan.cluster.n_devices
-        yield f"devices  {used} of {there} used, {where}; {plan.devices_idle} idle"
+        kind = f" ({seated(plan.cluster, used)})" if plan.cluster.nodes else ""
+        yield f"devices  {used} of {there} used, {where}{kind}; {plan.devices_idle} idle"
     if plan.zero:
         parts = ("optimizer state", "gradients", "parameters")[: plan.zero]
         words = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)

@@ -7,7 +7,8 @@ All devices are useless where they can't share the work: 7 of them a batch of 8,
 64. Where they can, a mesh of fewer devices does nothing that one of all devices doesn't do with
 more, so it is left out if a larger mesh *covers* it: has more than half its degree on every axis.
 Within such a step larger meshes trade one axis for another. What a larger mesh loses by its traffic
-alone is not looked at: with a slow network one node can be faster than two.
+is looked at when there is a plan (`planner.options`). Where nodes hold different devices, all nodes
+of each faster kind are looked at alone.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from dataclasses import dataclass
 from math import inf
 
 from ir.cluster import AXES, Cluster, Mesh
+from ir.mixed import pace
 from ir.quantities import duration
-from ir.seats import seats, shares_cores
+from ir.seats import seated, seats, shares_cores
 from ir.variants import Variant
-from planner.pins import Pins, divisors
+from planner.pins import Pins, divisors, meshes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,18 @@ def fewer_devices(
     if shares_cores(cluster):
         return []
     found = sorted(_largest(cluster, pins, whole, shares), key=_largest_first)
-    kept: list[Mesh] = []
+    kept = _of_one_kind(cluster, pins, shares)
     for mesh in found:
-        if not any(_covers(other, mesh) for other in kept):
+        if not any(_covers(other, mesh) for other in kept) and mesh not in kept:
             kept.append(mesh)
     return kept
+
+
+def _of_one_kind(cluster: Cluster, pins: Pins, shares: Shares) -> list[Mesh]:
+    """Where nodes hold different devices, the meshes of all nodes of each faster kind."""
+    sizes = dict.fromkeys(part.count * cluster.devices_per_node for part in cluster.nodes)
+    faster = [n for n in sizes if pace(seated(cluster, n).device) > pace(cluster.device)]
+    return [mesh for n in faster for mesh in meshes(pins, n) if shares.usable(mesh)]
 
 
 def _largest(
@@ -94,17 +103,17 @@ def _largest_first(mesh: Mesh) -> tuple[int, int, int]:
 
 
 def idle_note(
-    cluster: Cluster, pins: Pins, mesh: Mesh, step_s: float, whole: tuple[Mesh, float] | None,
+    cluster: Cluster, pins: Pins, mesh: Mesh, step_s: float, whole: tuple[float, Mesh] | None,
     bound_s: float | None,
 ) -> str:  # fmt: skip
-    """How many devices idle, and why. `whole`: the best plan of all devices that was looked at, its
-    mesh and seconds; `bound_s`: what such plans take at least, if there are any."""
+    """How many devices idle, and why. `whole`: of the best plan of all devices that was looked at
+    the seconds and the mesh; `bound_s`: what such plans take at least, if there are any."""
     devices = cluster.n_devices
     if pins.pipeline and pins.data and pins.tensor:
         why = "the pins say so"
     elif whole is not None:
         why = (
-            f"the best plan found on all {devices} ({whole[0]}) takes {duration(whole[1])}, "
+            f"the best plan found on all {devices} ({whole[1]}) takes {duration(whole[0])}, "
             f"this one {duration(step_s)}"
         )
     elif bound_s is None:

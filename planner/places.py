@@ -2,7 +2,7 @@
 
 Input: a workload, a cluster, pins. Output: the `Pieces` and the bounds of a candidate. Candidates
 of all devices with one tensor degree have their tensor groups in the same places, and share a
-`Supply`; where devices idle, the groups may be nearer to each other.
+`Supply`; where devices idle, the groups may be nearer to each other, and the devices faster.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ir.cluster import Cluster, Mesh
+from ir.device import Device
 from planner.bounds import Bounds
 from planner.calibrated import cost_model
 from planner.least_costs import LeastCosts
@@ -24,7 +25,7 @@ class Supplies:
     """`main`: of all devices."""
 
     main: Supply
-    known: dict[Groups, Supply] = field(default_factory=dict)
+    known: dict[tuple[Device, Groups | None], Supply] = field(default_factory=dict)
     places: dict[Mesh, Supply] = field(default_factory=dict)
 
     @property
@@ -38,22 +39,22 @@ class Supplies:
 
     def of(self, mesh: Mesh) -> Supply:
         """The supply for a mesh."""
-        if mesh.tensor == 1 or mesh.size == self.main.cluster.n_devices:
+        if mesh.size == self.main.cluster.n_devices:
             return self.main
         if mesh not in self.places:
             self.places[mesh] = self._found(mesh)
         return self.places[mesh]
 
     def _found(self, mesh: Mesh) -> Supply:
-        cluster = self.main.cluster
-        groups = _tensor_groups(cluster, mesh)
-        if cluster.n_devices % mesh.tensor == 0:
+        """By the device, and where there are tensor groups by how they lie."""
+        cluster, place = self.main.cluster, _place(self.main.cluster, mesh)
+        if mesh.tensor == 1 or cluster.n_devices % mesh.tensor == 0:
             everywhere = Mesh(data=cluster.n_devices // mesh.tensor, tensor=mesh.tensor)
-            if groups == _tensor_groups(cluster, everywhere):
+            if place == _place(cluster, everywhere):
                 return self.main
-        if groups not in self.known:
-            self.known[groups] = self.main.elsewhere()
-        return self.known[groups]
+        if place not in self.known:
+            self.known[place] = self.main.elsewhere(place[0])
+        return self.known[place]
 
 
 @dataclass(frozen=True)
@@ -79,5 +80,6 @@ class PlacedBounds:
         return Bounds(self.supplies.of(candidate.mesh).least)
 
 
-def _tensor_groups(cluster: Cluster, mesh: Mesh) -> Groups:
-    return cost_model(cluster, mesh).groups("tensor")
+def _place(cluster: Cluster, mesh: Mesh) -> tuple[Device, Groups | None]:
+    cost = cost_model(cluster, mesh)
+    return cost.cluster.device, cost.groups("tensor") if mesh.tensor > 1 else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import groupby
 from math import inf
 from time import monotonic
@@ -25,7 +25,7 @@ from ir.graph import Graph
 from ir.offload import OFFLOADS
 from ir.plan import Certificate, Plan, encode, signature
 from ir.schedules import SCHEDULES
-from ir.seats import seats_of
+from ir.seats import seated, seats_of
 from ir.variants import variants
 from planner.approximations import approximations
 from planner.byte_price import marginal_price_s, recomputed_share, whole_price_s
@@ -102,7 +102,8 @@ def plan(
     work = Workload(graph, batch_flow, variants(graph, batch_flow), global_batch, optimizer)
     search = _Search(work, cluster, pins, has_batch, time_limit_s)
     best = search.run()
-    notes = (*search.idle(best), *search.notes, *approximations(work, best, cluster))
+    used = seated(cluster, best.candidate.mesh.size)
+    notes = (*search.idle(best), *search.notes, *approximations(work, best, used))
     blocks = tuple(
         encode(*parts)
         for parts in zip(
@@ -121,17 +122,13 @@ def plan(
 @dataclass
 class _Best:
     """The best plan so far, by step, then by fewer idle devices, fewer stages, more data ranks, a
-    simpler schedule, less divided; and the best one of every number of devices."""
+    simpler schedule, less divided."""
 
     found: Evaluated | None = None
-    by_size: dict[int, Evaluated] = field(default_factory=dict)
 
     def offer(self, new: Evaluated) -> None:
         if self.found is None or _order(new) < _order(self.found):
             self.found = new
-        alike = self.by_size.setdefault(new.candidate.mesh.size, new)
-        if _order(new) < _order(alike):
-            self.by_size[new.candidate.mesh.size] = new
 
     @property
     def step_s(self) -> float:
@@ -168,7 +165,7 @@ class _Search:
         self.work, self.cluster, self.pins, self.has_batch = work, cluster, pins, has_batch
         self.time_limit_s, self.deadline = time_limit_s, monotonic() + time_limit_s
         self.certificate: Certificate | None = None
-        self.best, self.bounds_s = _Best(), dict[Candidate, float]()
+        self.bounds_s, self.fastest = dict[Candidate, float](), dict[int, tuple[float, Mesh]]()
         reason = needs_whole_batch(work.graph, work.flow)
         self.options = Options(work, cluster, pins, has_batch, reason)
         self.notes: list[str] = []
@@ -182,7 +179,7 @@ class _Search:
     def run(self) -> Evaluated:
         """Of all candidates; then, if those lack memory, of some with offload. The bound is of the
         first ones, if any of them fits."""
-        everything, best = list(self._candidates()), self.best
+        everything, best = list(self._candidates()), _Best()
         bound_s = self._improve(best, everything)
         halves, bound_s = self._halved(best, bound_s)
         everything += halves
@@ -321,11 +318,10 @@ class _Search:
         mesh, devices = found.candidate.mesh, self.cluster.n_devices
         if mesh.size == devices:
             return []
-        best = self.best.by_size.get(devices)
-        whole = (best.candidate.mesh, best.prediction.step_s) if best else None
         least_s = [s for c, s in self.bounds_s.items() if c.mesh.size == devices]
         bound_s = min(least_s) if least_s else inf if self.has_whole else None
         step_s = found.prediction.step_s
+        whole = self.fastest.get(devices)
         return [idle_note(self.cluster, self.pins, mesh, step_s, whole, bound_s)]
 
     def _is_too_large(self, candidate: Candidate) -> bool:
@@ -377,9 +373,16 @@ class _Search:
         """None if it does not fit; `TooSlow` if it takes longer than the limit."""
         cost = cost_model(self.cluster, candidate.mesh)
         try:
-            return evaluate(self.work, candidate, pieces, cost, limit_s)
+            found = evaluate(self.work, candidate, pieces, cost, limit_s)
+            self._note_step(candidate.mesh, found)
+            return found
         except SolverFailed:
             raise
         except Refused:
             return None
 
+    def _note_step(self, mesh: Mesh, found: Evaluated | TooSlow) -> None:
+        """What the fastest plan of as many devices takes."""
+        step_s = found.step_s if isinstance(found, TooSlow) else found.prediction.step_s
+        if step_s < self.fastest.get(mesh.size, (inf, mesh))[0]:
+            self.fastest[mesh.size] = step_s, mesh

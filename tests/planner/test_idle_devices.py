@@ -164,7 +164,7 @@ def test_the_program_starts_the_ranks_that_are_used(graph: Graph) -> None:
     assert "--nodes=4" in program.files["launch.slurm"]
     assert "--nproc-per-node 4" in program.files["launch.slurm"]
     assert "--nproc-per-node 16" in program.files["launch.sh"]
-    where = "16 of 24 devices, the first 4 of each of the first 4 nodes"
+    where = "16 of 24 devices, the first 4 of each of nodes 0 to 3"
     assert where in program.files["README.md"]
 
 
@@ -201,6 +201,30 @@ def test_a_slow_network_leaves_a_node_idle() -> None:
     made = plan(products(2, 1024), cluster, global_batch=16, pin={"tensor": 1, "pipeline": 1})
     assert made.mesh == Mesh(data=8)
     assert "8 of 16 devices idle: the best plan found on all 16" in made.approximations[0]
+
+
+MIXED = "2x8xV100-32GB + 2x8xH100-SXM"
+
+
+def test_a_part_of_unlike_nodes_is_what_those_nodes_hold() -> None:
+    cluster = Cluster.parse(MIXED)
+    assert seats(cluster, 16) == Seats(2, 8, first=2)
+    part = seated(cluster, 16)
+    assert str(part) == "2x8 H100-SXM"
+    assert part.levels[-1].port_rates == (cluster.levels[-1].port_rates or (0,) * 4)[2:]
+    assert seated(cluster, 24).device == cluster.device  # a node of the others as well
+    assert str(seated(cluster, 24)) == "2x8 V100-32GB + 1x8 H100-SXM"
+
+
+def test_slow_nodes_are_left_idle_where_the_others_are_faster_alone(large: Graph) -> None:
+    made = plan(large, MIXED, global_batch=512, pin={"tensor": 1, "pipeline": 1})
+    assert made.mesh == Mesh(data=16)
+    assert "16 of 32 used, nodes 2 to 3 (2x8 H100-SXM); 16 idle" in str(made)
+    alone = plan(large, "2x8xH100-SXM", global_batch=512, pin={"tensor": 1, "pipeline": 1})
+    assert made.prediction.step_s >= alone.prediction.step_s  # links are those that all share
+    assert simulate_plan(large, made).prediction.step_s == pytest.approx(
+        made.prediction.step_s
+    )
 
 
 def test_alternatives_are_those_of_all_devices(seven: Plan) -> None:

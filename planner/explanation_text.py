@@ -52,6 +52,8 @@ def _plan(told: Explanation) -> Iterator[str]:
         f"step {duration(p.step_s)}   peak {size(p.peak_bytes)} of {size(p.capacity_bytes)}"
     )
     yield _decided(plan)
+    if plan.devices_idle:
+        yield f"{plan.devices_idle} of {plan.cluster.n_devices} devices idle"
     parts = ((WORDS[part], getattr(p, f"{part}_s")) for part in WORDS)
     yield "step  " + "   ".join(f"{word} {seconds / p.step_s:.1%}" for word, seconds in parts)
     if told.given and (was_s := told.given.prediction.step_s) != p.step_s:

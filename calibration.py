@@ -36,6 +36,8 @@ BUSY = 1.15
 """Slowdown by other work that is worth a warning."""
 REACH_BYTES = 2**20
 """A curve that ends below says nothing about rates."""
+PROCESSES = (1, 2, 4)
+"""Run at once where nothing else is asked for."""
 Row = Mapping[str, Any]
 Say = Callable[[str], None]
 
@@ -225,6 +227,12 @@ def calibrate_command(options: argparse.Namespace) -> int:
         print(line, file=out, flush=True)
 
     left_out: list[str] = []
+    for flag, given in (("--quick", options.quick), ("--processes", options.processes)):
+        if options.cluster and given:
+            raise UsageError(
+                f"{flag}: with --cluster nothing is measured, it takes nccl-tests outputs alone. "
+                "Leave one of the two out."
+            )
     if not options.out.endswith((".yaml", ".yml")):
         raise UsageError(f"--out {options.out}: a cluster file is called .yaml, as machine.yaml.")
     check_writable(options.out)
@@ -234,7 +242,7 @@ def calibrate_command(options: argparse.Namespace) -> int:
             raise UsageError("--cluster describes hardware elsewhere: add --nccl-tests FILE of it")
         values = cluster_values(options.cluster)
     else:
-        values, left_out = calibrate(options.processes, quick=options.quick, say=say)
+        values, left_out = calibrate(options.processes or PROCESSES, quick=options.quick, say=say)
     if options.nccl_tests:
         values = with_nccl_tests(values, read)
     path = Path(options.out)
@@ -252,7 +260,7 @@ def calibrate_command(options: argparse.Namespace) -> int:
 def process_counts(text: str) -> tuple[int, ...]:
     """An argument such as 1,2,4."""
     words = text.split(",")
-    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of counts such as 1,2,4")
     return tuple(int(word) for word in words)
 
@@ -268,7 +276,7 @@ def add_calibrate_command(commands: Any) -> None:
     command = commands.add_parser("calibrate", help=text.partition(":")[0], description=text)
     command.add_argument("--out", metavar="FILE", default="machine.yaml", help="(%(default)s)")
     command.add_argument(
-        "--processes", type=process_counts, default=(1, 2, 4), metavar="N,...",
+        "--processes", type=process_counts, metavar="N,...",
         help="how many run at once (default 1,2,4); plans can be for these",
     )  # fmt: skip
     command.add_argument("--quick", action="store_true", help="fewer sizes; under a minute")

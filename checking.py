@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from torch import nn
+
 from codegen import emit, load
 from deciding import check_fixed_batch, one_paragraph, pins_of, rows_of, trace_loaded
 from ir.cluster import Cluster
@@ -33,6 +35,7 @@ from runtime.compare import (
     widened_batch,
 )
 from runtime.models import Loaded, load_model
+from runtime.rounding import NUDGES, nudged
 
 EXIT_CODES = {"ok": 0, "refused": 3, "mismatch": 4}
 UNKNOWN: dict[str, Any] = dict.fromkeys(("status", "plan", *ERRORS, "worst", "reason"))
@@ -62,7 +65,8 @@ def check(
 class _Checker:
     """Compares programs of one model with it, both in float64 with the model's casts promoted.
 
-    Where the model drops out, masks come from the program's counter, so the program for one device
+    Copies of the model that differ in a last bit say how far rounding moves each tensor. Where the
+    model drops out, masks come from the program's counter, so the program for one device
     stands for the plain model.
     """
 
@@ -75,10 +79,17 @@ class _Checker:
         self.batch = widened_batch(loaded.args), widened_batch(loaded.kwargs)
         nodes = (node for block in self.graph.blocks for node in block.nodes)
         if any(node.op == "dropout" for node in nodes):
-            self.plain = self.run(plan_graph(self.graph, Cluster.local(1), global_batch=self.rows))
+            alone = plan_graph(self.graph, Cluster.local(1), global_batch=self.rows)
+            self.plain = self.run(alone)
+            self.nudged = [self.run(alone, nudged(self.model, n)) for n in range(NUDGES)]
         else:
             loss = loaded.loss or find_loss
-            self.plain = run_plain(self.model, *self.batch, loss, self.training)
+
+            def trained(model: nn.Module) -> Run:
+                return run_plain(model, *self.batch, loss, self.training)
+
+            self.plain = trained(self.model)
+            self.nudged = [trained(nudged(self.model, n)) for n in range(NUDGES)]
             self._check_own_precision(loaded, own, loss)
 
     def _check_own_precision(self, loaded: Loaded, graph: Graph, loss: Callable[..., Any]) -> None:
@@ -95,13 +106,16 @@ class _Checker:
                 "Shardwright; please report the model."
             )
 
-    def run(self, chosen: Plan) -> Run:
-        return run_program(*load(emit(self.graph, chosen)), self.model, *self.batch, self.training)
+    def run(self, chosen: Plan, model: nn.Module | None = None) -> Run:
+        own = model or self.model
+        return run_program(*load(emit(self.graph, chosen)), own, *self.batch, self.training)
 
     def check(self, cluster: Cluster, pin: Mapping[str, Any]) -> dict[str, Any]:
         try:
             chosen = plan_graph(self.graph, cluster, global_batch=self.rows, pin=dict(pin))
-            found = compare(self.run(chosen), self.plain, update=self.training.lr)
+            found = compare(
+                self.run(chosen), self.plain, update=self.training.lr, nudged=self.nudged
+            )
         except ShardwrightError as error:
             asked = " ".join(f"{key}={value}" for key, value in pin.items())
             return UNKNOWN | {"status": "refused", "plan": asked, "reason": one_paragraph(error)}

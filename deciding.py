@@ -23,11 +23,12 @@ from planner.explanation_text import remedy_text
 from planner.pins import check_pins, parse_pins, read_pins
 from planner.shortage import DoesNotFit
 from planner.trials import Planning, Request, Trials
+from runtime.arguments import count, rate
 from runtime.batch import tensor_leaves
 from runtime.models import Loaded, load_model
 
 REMEDIES_S = 10
-"""No further change is tried later than this after a plan was found not to fit."""
+"""Changes are looked for so long after a plan was found not to fit."""
 MOST_REMEDIES = 2
 
 
@@ -94,7 +95,7 @@ def decide(options: argparse.Namespace) -> tuple[Loaded, Graph, Plan]:
     limit_s = options.time_limit if options.time_limit is not None else inf
     planning = planning_of(asked.graph, time_limit_s=limit_s)
     try:
-        return asked.loaded, asked.graph, planning(asked.request)
+        return asked.loaded, asked.graph, planning(asked.request, inf)
     except DoesNotFit as error:
         raise Refused(f"{error} {_help(error, asked.request, planning)}") from error
 
@@ -102,10 +103,10 @@ def decide(options: argparse.Namespace) -> tuple[Loaded, Graph, Plan]:
 def planning_of(
     graph: Graph, optimizer: str = "adamw", *, time_limit_s: float = inf
 ) -> Planning:
-    """A function that plans requests for this graph."""
-    return lambda request: plan_graph(
+    """A function that plans requests for this graph, none for longer than `time_limit_s`."""
+    return lambda request, left_s: plan_graph(
         graph, request.cluster, global_batch=request.global_batch, pin=request.pins,
-        optimizer=optimizer, time_limit_s=time_limit_s,
+        optimizer=optimizer, time_limit_s=min(time_limit_s, left_s),
     )  # fmt: skip
 
 
@@ -169,13 +170,6 @@ def one_paragraph(error: BaseException | str) -> str:
     return " ".join(str(error).split())
 
 
-def count(text: str) -> int:
-    """An argument that is a whole number from 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
-
-
 MODEL = (
     "FILE.py:build (a function that returns model, args, kwargs; optional loss(output) beside it), "
     "hf:PATH/config.json, or hf:NAME such as hf:llama-3-8b"
@@ -203,7 +197,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--trace": {"metavar": "FILE", "help": TRACE},
     "--force": {"action": "store_true", "help": "overwrite a program that is already there"},
     "--steps": {"type": count, "metavar": "N", "help": "training steps (run: 20, check: 2)"},
-    "--lr": {"type": float, "default": 1e-3, "help": "AdamW's rate (default %(default)s)"},
+    "--lr": {"type": rate, "default": 1e-3, "help": "AdamW's rate (default %(default)s)"},
     "--devices": {"type": count, "metavar": "N", "help": "how many ranks"},
     "--json": {"action": "store_true", "help": "print JSON on stdout"},
 }

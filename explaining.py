@@ -18,7 +18,6 @@ from deciding import (
     ask,
     call_arguments,
     cluster_of,
-    count,
     pins_of,
     planning_of,
     target_of,
@@ -34,6 +33,7 @@ from planner.explanation import Explanation, explain_request
 from planner.pins import KEYS, check_pins, parse_pins, read_pins
 from planner.timeline import simulate_plan
 from planner.trials import Pinned, Request, Trials
+from runtime.arguments import count
 
 REFUSED = 3
 TIME_LIMIT_S = 120
@@ -50,10 +50,11 @@ def explain(
     `plan`: a plan of this model, or the cluster to plan for with `global_batch`; where nothing
     fits, the explanation says what is missing and what would fit. `why_not`: only these decisions,
     {"tensor": 4}. `what_if`: only this change of the cluster, {"memory": "+8GiB"} or
-    "nodes=8,link.node=900". `pin`: decisions that stay fixed. No planning is begun later than
-    `time_limit_s`. `model` may be a traced `Graph`. A plan from a file needs an example `batch`
-    (and `loss`) to trace the model again. Raises `UsageError` for what makes no sense, `Refused`
-    for a plan of another model, or a request that has no plan for another reason than memory.
+    "nodes=8,link.node=900". `pin`: decisions that stay fixed. All planning together takes
+    `time_limit_s`; the explanation says what it cut short. `model` may be a traced `Graph`. A plan
+    from a file needs an example `batch` (and `loss`) to trace the model again. Raises `UsageError`
+    for what makes no sense, `Refused` for a plan of another model, or a request that has no plan
+    for another reason than memory.
     """
     saved = plan if isinstance(plan, Plan) else None
     cluster = saved.cluster if saved else cluster_of(plan)
@@ -171,7 +172,7 @@ def add_explain_command(commands: Any) -> None:
     command.add_argument("--what-if", metavar="KEY=VALUE,...", help=what_if)
     command.add_argument(
         "--time-limit", type=count, default=TIME_LIMIT_S, metavar="SECONDS",
-        help="no planning is begun later (default %(default)s)",
+        help="all planning ends then; what was not tried is said (default %(default)s)",
     )  # fmt: skip
     command.add_argument("--json", **FLAGS["--json"])
     command.set_defaults(run=explain_command)

@@ -15,11 +15,13 @@ from typing import TypeAlias
 
 from ir.errors import Refused
 from ir.factors import Factors, infer
-from ir.graph import BATCH, Block, Graph, Node
+from ir.graph import BATCH, Block, Graph, Node, Source
 from ir.layout import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
 from ir.reshard import possible
 from ir.strategies import Strategy, strategies
 
+FUNCTIONS = {"batch_norm": "batch_norm in training mode"}
+"""Functions of a model that need the whole batch, where more is to be said than their names."""
 NOMINAL_BATCH = 64
 """Batch size at which the greedy choice compares bytes; any size gives the same choices."""
 
@@ -197,8 +199,10 @@ def needs_whole_batch(graph: Graph, batch_flow: Flow) -> str | None:
         known = early_values(block, early)
         for node, name, _ in result.gathers(block):
             if not once or name not in known:
-                where = _source_text(block, node) or call.path or "the model"
-                return f"{where}: {node.op} needs all rows of the batch at once"
+                source = _source(block, node)
+                function = FUNCTIONS.get(source.function, source.function) or node.op
+                where = str(source) or call.path or "the model"
+                return f"{where}: {function} needs all rows of the batch at once"
         for value, gradient in block.gradients:
             want = dual(result.place[value])
             if result.place[gradient] not in (want, REPLICATE):
@@ -206,7 +210,7 @@ def needs_whole_batch(graph: Graph, batch_flow: Flow) -> str | None:
     return None
 
 
-def _source_text(block: Block, node: Node) -> str:
+def _source(block: Block, node: Node) -> Source:
     """Where a node comes from; backward nodes are where what they, or their next readers, read was
     made."""
     makers = {name: made for made in block.forward for name in made.outputs}
@@ -214,11 +218,11 @@ def _source_text(block: Block, node: Node) -> str:
     for near in found:
         for made in (near, *(makers[name] for name in near.inputs if name in makers)):
             if str(made.source):
-                return str(made.source)
+                return made.source
         readers = [n for n in block.nodes if n not in seen and set(n.inputs) & set(near.outputs)]
         seen.update(readers)
         found += readers
-    return ""
+    return Source()
 
 
 def early_values(block: Block, allowed: set[str]) -> set[str]:

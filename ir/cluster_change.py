@@ -12,6 +12,7 @@ from math import ceil, prod
 from ir.cluster import Cluster
 from ir.device import GIB, Device
 from ir.errors import UsageError
+from ir.quantities import size
 from ir.topology import CPU, NETWORK, NODE, Level, network
 
 FORMS = "memory=+8GiB, memory=96GiB, memory=x1.1, nodes=8, link.LEVEL=900 (GB/s), link.LEVEL=x2"
@@ -72,21 +73,21 @@ def _read(text: str, what: str, units: Mapping[str, float], now: float) -> float
         raise UsageError(
             f"{what}={text} can't be read. Write a number with its unit ({known}), as in {FORMS}."
         )
-    size = float(number) * scale
-    return {"+": now + size, "-": now - size, "x": now * size, "": size}[sign]
+    given = float(number) * scale
+    return {"+": now + given, "-": now - given, "x": now * given, "": given}[sign]
 
 
 def _with_memory(cluster: Cluster, text: str) -> Cluster:
     """Of every device; the reserve stays as it is."""
 
     def larger(device: Device) -> Device:
-        size = round(_read(text, "memory", _MEMORY_UNITS, device.memory_bytes))
-        if size <= device.reserve_bytes:
+        memory_bytes = round(_read(text, "memory", _MEMORY_UNITS, device.memory_bytes))
+        if memory_bytes <= device.reserve_bytes:
             raise UsageError(
-                f"memory={text} leaves {size / GIB:.1f} GiB of a {device.name}, and "
-                f"{device.reserve_bytes / GIB:.1f} GiB are its reserve. Use more."
+                f"memory={text} leaves {size(memory_bytes)} of a {device.name}, and "
+                f"{size(device.reserve_bytes)} are its reserve. Use more."
             )
-        return replace(device, memory_bytes=size)
+        return replace(device, memory_bytes=memory_bytes)
 
     nodes = tuple(replace(part, device=larger(part.device)) for part in cluster.nodes)
     return replace(cluster, device=larger(cluster.device), nodes=nodes)
@@ -124,7 +125,7 @@ def _with_rate(cluster: Cluster, number: int, text: str) -> Cluster:
 
 def _with_nodes(cluster: Cluster, text: str) -> Cluster:
     """So many nodes, joined as the present ones are; a usual network where there was one node."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"nodes={text}: it must be a whole number of at least 1.")
     if cluster.device.name == CPU:
         raise UsageError(

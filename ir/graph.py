@@ -54,7 +54,7 @@ class TensorType:
     def elements(self, batch: int) -> int:
         total = 1
         for size in self.shape:
-            total *= int(evaluate(size, batch))
+            total *= size if type(size) is int else int(evaluate(size, batch))
         return total
 
     def bytes(self, batch: int) -> int:
@@ -76,10 +76,12 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a node comes from in the user's model."""
+    """Where a node comes from in the user's model: a module, a line, and the function called there,
+    such as batch_norm."""
 
     module: str = ""
     line: str = ""
+    function: str = ""
 
     def __str__(self) -> str:
         return f"{self.module or 'the model'} ({self.line})" if self.line else self.module

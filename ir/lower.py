@@ -85,7 +85,8 @@ class Lowered:
 
 def local_type(kind: TensorType, layout: Layout, degrees: Degrees, rows: int) -> TensorType:
     """The shape of one rank's piece; `rows` is how many pieces the batch is cut into."""
-    shape = [evaluate(size, degrees.batch) for size in kind.shape]
+    batch = degrees.batch
+    shape = [size if type(size) is int else evaluate(size, batch) for size in kind.shape]
     for place, degree in ((layout.data, rows), (layout.tensor, degrees.tensor)):
         if isinstance(place, Shard):
             shape[place.dim] //= degree

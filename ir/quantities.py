@@ -21,10 +21,12 @@ def duration(seconds: float) -> str:
 def size(size_bytes: float) -> str:
     """One decimal and a unit.
 
-    >>> size(7.1 * 1024)
-    '7.1 KiB'
+    >>> size(7.1 * 1024), size(96)
+    ('7.1 KiB', '96 B')
     """
+    if abs(size_bytes) < 1024:
+        return f"{size_bytes:.0f} B"
     for unit, scale in (("GiB", GIB), ("MiB", MIB)):
-        if size_bytes >= scale:
+        if abs(size_bytes) >= scale:
             return f"{size_bytes / scale:.1f} {unit}"
     return f"{size_bytes / 1024:.1f} KiB"

@@ -4,8 +4,8 @@ Input: a plan, the decisions that its maker fixed, `Trials`. Output: `Alternativ
 `compare` says by what two plans differ, part by part.
 
 An alternative fixes one decision. The mesh stays unless the decision is a degree of it; where
-that makes no sense, the mesh is free as well, and at last also what the plan's maker fixed. All
-other decisions are the search's.
+that makes no sense or does not fit, the mesh is free as well, and where the decisions contradict,
+at last also what the plan's maker fixed. All other decisions are the search's.
 """
 
 from __future__ import annotations
@@ -121,11 +121,16 @@ def alternative(
     """The request with these decisions; on that mesh, if they leave it as it is."""
     outcome: Outcome = None
     released: tuple[str, ...] = ()
-    for wanted in _attempts(request.pins, asked, mesh):
-        outcome = trials(replace(request, pins=wanted))
-        released = tuple(key for key in request.pins if key not in wanted)
-        if not isinstance(outcome, Refusal) or outcome.shortage:
+    own_mesh = mesh if mesh and not asked.keys() & set(AXES) else None
+    for wanted in _attempts(request.pins, asked, own_mesh):
+        found = trials(replace(request, pins=wanted))
+        if found is None and isinstance(outcome, Refusal) and outcome.shortage:
+            break  # no time to try it on other meshes
+        outcome, released = found, tuple(key for key in request.pins if key not in wanted)
+        is_short = isinstance(outcome, Refusal) and outcome.shortage is not None
+        if not isinstance(outcome, Refusal) or (is_short and own_mesh is None):
             break
+        own_mesh = None
     return Alternative(tuple(asked.items()), outcome, released)
 
 
@@ -133,7 +138,7 @@ def _attempts(pins: Pinned, asked: Pinned, mesh: Mesh | None) -> Iterator[Pinned
     """What is fixed, less and less of it."""
     replaced = ORDER if asked.keys() & set(ORDER) else ()
     own = {key: value for key, value in pins.items() if key not in replaced}
-    if mesh and not asked.keys() & set(AXES):
+    if mesh:
         yield {axis: mesh.degree(axis) for axis in AXES} | own | dict(asked)
     yield own | dict(asked)
     yield {key: value for key, value in own.items() if key not in AXES} | dict(asked)

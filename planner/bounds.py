@@ -4,8 +4,9 @@ Input: a candidate. Output: seconds of a step, at four levels, each closer and s
 
     (1) every node takes what its fastest strategy takes and nothing is communicated; stages share
         all work evenly, but no layer is cut; recomputation makes room for all stages together
-    (2) the same, with blocks that are no faster than `planner.sharding_bound` says
-    (3) one sharding for the micro-batches, the exchange of gradients and the update together
+    (2) one sharding of all blocks for the micro-batches, the exchange of gradients and the update
+        together, as far as others with the same local shapes tell
+    (3) the same, by a linear program of its own
     (4) the best cuts into stages, each recomputing what its own memory asks for
 
 What they are made of is in `planner.least_costs`.
@@ -25,6 +26,7 @@ from planner.least_costs import LeastCosts
 from planner.pins import Candidate
 from planner.price import StateCost
 from planner.rank_bound import least_pace_s
+from planner.schedule import fill_rounds
 from planner.sharding_program import PHASES, Phase
 from planner.stage_cuts import best_cuts, least_maximum, relaxed_seconds, tail_seconds
 from planner.stage_problem import Point, Run, StageProblem
@@ -74,7 +76,7 @@ class Bounds:
         pairs = list(zip(calls, block_s, strict=True))
         total_s = max(total_s, sum(n * seconds for n, seconds in pairs))
         fewest_s = max(ceil(n / ranks) * seconds for n, seconds in pairs)  # and fewer sends, maybe
-        state = self.least.state(candidate)
+        state = self.least.state.total(candidate)
         cost = cost_model(self.cluster, candidate.mesh)
         send_s = min((self.least.send_s(candidate, cost, s) for s in range(ranks - 1)), default=0.0)
         more_s = again_s + (candidate.stages - 1) * SENDS * send_s
@@ -105,41 +107,44 @@ class Bounds:
 
     def close_s(self, candidate: Candidate, level: int) -> float:
         """As `quick_s`, closer: (2), (3) or (4)."""
-        if level == 2:
-            return self._exact_even_s(candidate)
-        return self._joint_s(candidate) if level == 3 else self._cuts_s(candidate)
+        if level == 4:
+            return self._cuts_s(candidate)
+        if candidate.mesh.tensor == 1 and level == 2:
+            return 0.0  # nothing to choose
+        joint_s = self._joint_s(candidate, _steady(candidate), exact=level == 3)
+        return joint_s if level == 3 else max(joint_s, self._total_s(candidate))
 
-    def _exact_even_s(self, candidate: Candidate) -> float:
-        """As `quick_s`; without a tensor axis there is nothing to choose."""
-        if candidate.mesh.tensor == 1:
-            return 0.0
-        blocks = self.least.blocks(candidate, exact=True)
-        least_s = [min(s for s, _ in block.curve.corners) for block in blocks]
+    def _total_s(self, candidate: Candidate) -> float:
+        """As `quick_s`, with blocks that agree on what goes between them."""
+        blocks = self.least.blocks(candidate, exact=False)
+        least_s = [block.curve.corners[0][0] for block in blocks]
         return self._even_s(candidate, least_s, self.least.total_s(candidate))
 
-    def _joint_s(self, candidate: Candidate) -> float:
-        """One sharding for all that it decides: ranks that share all work evenly, the fill of the
-        pipeline, gradients exchanged, parameters updated; not where ranks share cores."""
+    def _joint_s(self, candidate: Candidate, steady: float, *, exact: bool) -> float:
+        """One sharding for all that it decides: ranks that share all work evenly, `steady` times a
+        micro-batch and the fill of the pipeline, gradients exchanged, parameters updated; unless
+        `exact`, from what other candidates showed; not where ranks share cores."""
         if self._sharing(candidate) > 1:
             return 0.0
         least, ranks = self.least, candidate.mesh.pipeline
-        cost, state = cost_model(self.cluster, candidate.mesh), least.state(candidate)
+        cost, state = cost_model(self.cluster, candidate.mesh), least.state.total(candidate)
         send_s = min((least.send_s(candidate, cost, s) for s in range(ranks - 1)), default=0.0)
-        more_s = least.again_s(candidate) + (candidate.stages - 1) * SENDS * send_s
-        more_s += least.beside_s(candidate) + self._added_s(candidate, cost, state)
-        exchange_s = 0.0 if self.cluster.calibration else least.exchange_s(candidate)
+        sends_s = (candidate.stages - 1) * SENDS * send_s
+        more_s = least.again_s(candidate) + least.beside_s(candidate)
+        more_s += self._added_s(candidate, cost, state)
+        exchange_s = 0.0 if self.cluster.calibration else least.state.exchange_s(candidate)
         once_s = self._latency_s(candidate, exchange_s) / ranks
         return once_s + max(
-            least.weighted_s(candidate, weights, exchange_s)
-            + max(0.0, weights["move"]) * more_s
-            for weights in _phase_weights(candidate)
+            least.weighted_s(candidate, weights, exchange_s, exact=exact)
+            + weights["move"] * sends_s + max(0.0, weights["late move"]) * more_s
+            for weights in _phase_weights(candidate, steady)
         )
 
     def _latency_s(self, candidate: Candidate, exchange_s: float) -> float:
         """Of exchanging gradients, beside what their bytes take when they are cut evenly."""
-        state = self.least.state(candidate)
+        state = self.least.state.total(candidate)
         total_s = state.sync_s + candidate.micro_batches * (state.gather_s + state.scatter_s)
-        return max(0.0, total_s - exchange_s * self.least.trained_bytes(candidate))
+        return max(0.0, total_s - exchange_s * self.least.state.trained_bytes(candidate))
 
     def _cuts_s(self, candidate: Candidate) -> float:
         """By the best cuts into ranks or, for ranks of several stages, the best share of blocks."""
@@ -148,27 +153,38 @@ class Bounds:
         if candidate.virtual_stages > 1:
             ranks = range(candidate.mesh.pipeline)
             moments = [self.least.moments(candidate, rank) for rank in ranks]
-            pace_s, state = least_pace_s(problem, moments), self.least.state(candidate)
+            pace_s, state = least_pace_s(problem, moments), self.least.state.total(candidate)
             sum_s = sum(r.count * min(_seconds(p) for p in r.points) for r in problem.runs)
             sum_s += sum(problem.exposed_send_s(rank) for rank in ranks)
             once_s = (state.sync_s + state.update_s) / len(ranks)
             return self._step_s(candidate, pace_s, sum_s) + once_s
         seconds, tails = relaxed_seconds(problem), tail_seconds(problem)
         if splits_backward(candidate.schedule):
-            pace_s = least_maximum(seconds)
-            return self._step_s(candidate, pace_s, 0.0) + sum(problem.send_s) / sharing
+            return self._split_s(candidate, problem, least_maximum(seconds))
         cuts = best_cuts(seconds, tails, candidate.micro_batches)
         return inf if cuts is None else float(cuts.cost_s) / sharing
+
+    def _split_s(self, candidate: Candidate, problem: StageProblem, pace_s: float) -> float:
+        """Where a backward is split: of the steady micro-batches some are at the pace of the best
+        cuts, and the others, which the fill can need, in one sharding with it."""
+        alone_s = self._step_s(candidate, pace_s, 0.0)
+        alone_s += sum(problem.send_s) / self._sharing(candidate)
+        steady, ranks = _steady(candidate), candidate.mesh.pipeline
+        most = min(steady, fill_rounds(ranks, candidate.micro_batches))
+        return max(alone_s, *(
+            (steady - joint) * ranks * pace_s + self._joint_s(candidate, joint, exact=True)
+            for joint in (0.0, most)
+        ))  # fmt: skip
 
     def _problem(self, candidate: Candidate) -> StageProblem:
         mesh, cost = candidate.mesh, cost_model(self.cluster, candidate.mesh)
         exact = mesh.tensor > 1
         runs = []
-        for variant, count, state in self.least.runs(candidate):
+        for variant, count, state in self.least.state.runs(candidate):
             added_s = self._added_s(candidate, cost, state) / count
             added_s += (state.gather_s + state.scatter_s) / count
             held = state.held_bytes / count
-            points = self._points(candidate, variant, added_s, None if exact else held)
+            points = self._points(candidate, variant, added_s, held, exact=exact)
             once = state.sync_s / count, state.update_s / count
             runs.append(Run(str(variant), count, points, *once))
         return StageProblem(
@@ -196,23 +212,25 @@ class Bounds:
         return cost.accumulate_s(state.summed_bytes, state.summed_tensors, count)
 
     def _points(
-        self, candidate: Candidate, variant: int, added_s: float, held_bytes: float | None
+        self, candidate: Candidate, variant: int, added_s: float, even_bytes: float, *, exact: bool
     ) -> tuple[Point, ...]:
-        """Every corner of the variant's shardings with every corner of what it keeps.
-        `held_bytes`: of state, where shardings are not told apart."""
+        """Every corner of the variant's shardings with every corner of what it keeps, of state no
+        less than if it is cut evenly; `exact`: shardings are told apart."""
         _, kept = self.least.kept(candidate)[variant]
-        block = self.least.blocks(candidate, exact=held_bytes is None)[variant]
+        block = self.least.blocks(candidate, exact=exact)[variant]
         working_bytes = self.least.working_bytes(candidate)[variant]
-        part = self.least.held_part(candidate)
+        part = self.least.state.held_part(candidate) if exact else 0.0
         splits = splits_backward(candidate.schedule)
         pending = self.least.pending_bytes(candidate)[variant] if splits else 0.0
+        corners = dict[float, float]()  # the fastest of those that hold as much
+        for base_s, held in block.curve.corners:
+            corners.setdefault(max(even_bytes, held * part), base_s)
         return tuple(
             Point(
-                base_s + added_s, again_s, size,
-                held * part if held_bytes is None else held_bytes,
-                max(0.0, working_bytes - size), pending_bytes=pending,
+                base_s + added_s, again_s, size, held, max(0.0, working_bytes - size),
+                pending_bytes=pending,
             )
-            for base_s, held in block.curve.corners for again_s, size in kept
+            for held, base_s in corners.items() for again_s, size in kept
         )  # fmt: skip
 
 
@@ -220,20 +238,29 @@ def _seconds(point: Point) -> float:
     return point.forward_s + point.backward_s
 
 
-def _phase_weights(candidate: Candidate) -> Iterator[Mapping[Phase, float]]:
-    """How often a step takes the seconds of a micro-batch through all blocks, by phase, at least:
-    M - 1 times on the slowest rank, which has a P-th or more of them, and once on all.
+def _steady(candidate: Candidate) -> float:
+    """How often the slowest rank's seconds count beside the fill, if all share evenly."""
+    return (candidate.micro_batches - 1 / candidate.virtual_stages) / candidate.mesh.pipeline
 
-    Zero-bubble's fill is F + B - min(B, W) of every rank but the slowest (`planner.schedule`): no
-    less than F, and no less than F + B - W.
+
+def _phase_weights(candidate: Candidate, steady: float) -> Iterator[Mapping[Phase, float]]:
+    """How often a step takes the seconds of a micro-batch through all blocks, by phase, at least:
+    `steady` times, and once through all, of several stages on a rank in parts.
+
+    Zero-bubble's fill is F + B - rounds min(B, W) of every rank but the slowest, with B and W of
+    the halves of backward (`planner.schedule`): no less than F + (1 - rounds) B, no less than
+    F + B - rounds W, nor than any mean of both; the slowest rank's F + B + W is no less either.
     """
-    ranks, count = candidate.mesh.pipeline, candidate.micro_batches
-    steady, early = (count - 1) / ranks, 1 / ranks
+    mesh = candidate.mesh
+    once: dict[Phase, float] = {"early": 1 / mesh.pipeline}
     if not splits_backward(candidate.schedule):
-        part = 1 / candidate.virtual_stages
-        yield {**dict.fromkeys(PHASES, (count - part) / ranks + part), "early": early}
+        yield {**dict.fromkeys(PHASES, steady + 1 / candidate.virtual_stages), **once}
         return
-    yield {**dict.fromkeys(PHASES, steady), "forward": steady + 1, "early": early}
-    if steady >= 1 or candidate.mesh.tensor == 1:
-        late, whole = steady - 1, steady + 1
-        yield {"forward": whole, "input": whole, "weight": late, "move": late, "early": early}
+    rounds = fill_rounds(mesh.pipeline, candidate.micro_batches)
+    most = 1.0 if mesh.tensor == 1 or not rounds else min(1.0, steady / rounds)
+    for part in (0.0, most):
+        late, wait = steady - part * rounds, steady + 1 - (1 - part) * rounds
+        yield {
+            "forward": steady + 1, "input": wait, "move": wait, "weight": late, "late move": late,
+            **once,
+        }  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import overload
 
@@ -17,7 +18,7 @@ from ir.plan import Placed, Prediction
 from ir.schedules import Held
 from ir.spmd import Spmd, StageCall
 from planner.cost import CostModel
-from planner.interleave import plan_interleaved
+from planner.interleave import Interleaving
 from planner.offload import HostFull, check_host
 from planner.pieces import Pieces
 from planner.pins import Candidate
@@ -39,7 +40,7 @@ from planner.stage_refusal import excess_message, least_assignment
 from planner.stages import plan_stages
 from planner.workload import Workload as Workload
 
-ATTEMPTS = 4
+ATTEMPTS = 6
 """How often the stages are planned again with less room when the exact bytes pass the capacity."""
 
 
@@ -121,7 +122,7 @@ class _Evaluation(StagePrices):
 
     def _smallest(self) -> Evaluated | None:
         """The stages of least memory, if they fit."""
-        problem = self._problem(self.cost.capacity_bytes)
+        problem = self._problem()
         assignment = least_assignment(problem)
         estimates = [stage_memory(problem, s, stage) for s, stage in enumerate(assignment)]
         ranks = self.candidate.mesh.pipeline
@@ -138,40 +139,46 @@ class _Evaluation(StagePrices):
         return found
 
     def _best(self, limit_s: float) -> Evaluated | TooSlow:
-        capacity = self.cost.capacity_bytes
-        room = float(capacity)
+        """Where a rank passes the capacity by exact count, it is planned with less room, by as much
+        as it was too much, then by twice that."""
+        capacity, ranks = self.cost.capacity_bytes, self.candidate.mesh.pipeline
+        rooms = [float(capacity)] * ranks
         for attempt in range(ATTEMPTS):
             try:
-                plan = self._stages_within(room)
+                plan = self._stages_within(rooms)
             except Refused:
                 if attempt:
                     raise
-                room = NEARLY * capacity
+                rooms = [NEARLY * capacity] * ranks
                 continue
             program, stages = self._placed(plan)
             if limit_s < inf and (step_s := self.step_s(program)) > limit_s:
                 return TooSlow(step_s)
             prediction = self.prediction(program, plan.bound_s)
-            excess = prediction.peak_bytes - capacity
-            if excess <= 0:
+            excess = [max(0, rank.peak_bytes - capacity) for rank in prediction.stages]
+            if not any(excess):
                 self._check_host(prediction)
                 return Evaluated(
                     self.candidate, self.found, _with_used_points(program), stages, prediction
                 )
-            room -= excess
-            if room <= 0 or attempt == ATTEMPTS - 1:
+            rooms = [room - 2**attempt * e for room, e in zip(rooms, excess, strict=True)]
+            if min(rooms) <= 0:
                 break
         raise Refused(excess_message(prediction))
 
-    def _stages_within(self, room_bytes: float) -> StagePlan:
-        problem, ranks = self._problem(room_bytes), self.candidate.mesh.pipeline
+    def _stages_within(self, rooms_bytes: Sequence[float]) -> StagePlan:
+        """In so much memory of each rank."""
         if self.candidate.virtual_stages > 1:
-            return plan_interleaved(problem, ranks)
-        return plan_stages(problem)
+            return self._interleaving.plan(rooms_bytes)
+        return plan_stages(replace(self._problem(), capacity_bytes=tuple(rooms_bytes)))
+
+    @cached_property
+    def _interleaving(self) -> Interleaving:
+        return Interleaving(self._problem(), self.candidate.mesh.pipeline)
 
     def given(self, assignment: Assignment) -> Evaluated:
         """The stages as they are given; runs and points count as in `runs` and the menus."""
-        plan = price(self._problem(self.cost.capacity_bytes), assignment)
+        plan = price(self._problem(), assignment)
         program, stages = self._placed(plan)
         prediction = self.prediction(program, plan.bound_s)
         used = _with_used_points(program)
@@ -184,12 +191,12 @@ class _Evaluation(StagePrices):
 
     def least(self) -> Evaluated:
         """The stages of least memory."""
-        return self.given(least_assignment(self._problem(self.cost.capacity_bytes)))
+        return self.given(least_assignment(self._problem()))
 
     # the stage problem
 
-    def _problem(self, room_bytes: float) -> StageProblem:
-        owners = self._owners()
+    def _problem(self) -> StageProblem:
+        ranks, owners = self.candidate.mesh.pipeline, self._owners()
         runs = tuple(self._run(r, owners) for r in range(len(self.runs)))
         tied: dict[tuple[int, int], float] = {}
         for r, (_, calls) in enumerate(self.runs):
@@ -202,9 +209,10 @@ class _Evaluation(StagePrices):
         sends = tuple(self._send_s(crossing, stage) for stage in range(candidate.stages - 1))
         return StageProblem(
             runs, candidate.stages, candidate.micro_batches, candidate.schedule,
-            (float(room_bytes),) * candidate.stages, sends,
+            (float(self.cost.capacity_bytes),) * candidate.stages, sends,
             tuple((i, j, held) for (i, j), held in tied.items()),
             tuple(self._held(stage) for stage in range(candidate.stages)),
+            tuple(self.memories.moments(rank) for rank in range(ranks)),
         )  # fmt: skip
 
     def _held(self, stage: int) -> tuple[Held, ...]:

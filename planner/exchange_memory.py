@@ -21,7 +21,8 @@ COLLECTIVES = frozenset(("all_gather", "reduce_scatter", "all_to_all", "shard"))
 """Those that need memory beside operand and result."""
 UPDATE_TENSORS = {"adamw": 2, "sgd": 0}
 """Of an updated tensor's size, while torch.optim updates it: the root of its second moment, and
-that over the bias correction (torch/optim/adam.py, `_single_tensor_adam`)."""
+that over the bias correction (torch/optim/adam.py, `_single_tensor_adam`). The fused kernel of GPUs
+makes no tensor (`runtime.optimizers.implementation`)."""
 
 
 def collective_bytes(
@@ -62,16 +63,18 @@ class Tail:
 NO_TAIL = Tail()
 
 
-def tail_of(program: Spmd, name: str, optimizer: str) -> Tail:
+def tail_of(program: Spmd, name: str, optimizer: str, *, on_gpu: bool) -> Tail:
     """Without the sum over the pipeline ranks that share a tied parameter."""
     if not program.state_of[name].trainable:
         return NO_TAIL
     chain = _synchronised(program, name)
     result, fits = chain.last.bytes(1), chain.last.elements(1) <= chain.first.elements(1)
     is_gathered = program.zero_of(name) in (1, 2)
+    piece = piece_type(program, name)
+    is_fused = on_gpu and not piece.dtype.startswith("complex")
     return Tail(
         chain.peak_bytes, chain.held_bytes, result, 0 if fits else result,
-        UPDATE_TENSORS[optimizer] * piece_type(program, name).bytes(1),
+        0 if is_fused else UPDATE_TENSORS[optimizer] * piece.bytes(1),
         _padded_bytes(program, name) if is_gathered else 0,
     )  # fmt: skip
 

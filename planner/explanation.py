@@ -37,8 +37,9 @@ class Explanation:
     """Of `plan`, or, where it is None, of the `shortage`.
 
     `given`: the plan as it was made before, if it was; `plan` is priced now. `again`: what the same
-    request is planned as now, where the plan was given. `time_limit_s`: no planning was begun
-    later; what was not begun has the outcome None.
+    request is planned as now, where the plan was given. `time_limit_s`: planning ended then; what
+    was not begun has the outcome None, and `cut_short` is the outcome that a longer search may
+    better.
     """
 
     plan: Plan | None
@@ -51,6 +52,11 @@ class Explanation:
     shortage: Shortage | None = None
     remedies: tuple[Remedy, ...] = ()
     given: Plan | None = None
+    cut_short: Outcome = None
+
+    def is_cut_short(self, outcome: Outcome) -> bool:
+        """Whether the time limit ended the search for it."""
+        return outcome is not None and outcome is self.cut_short
 
     def __str__(self) -> str:
         return explanation_text(self)
@@ -66,6 +72,7 @@ class Explanation:
         if self.plan:
             made = self.given or self.plan
             value["plan"] = {"hash": made.hash, **_plan_json(None, self.plan)}
+            value["plan"] |= {"cut_short": True} if self.is_cut_short(self.plan) else {}
         if self.again:
             value["again"] = self._outcome(self.again)
         if self.shortage:
@@ -112,7 +119,8 @@ class Explanation:
                     return {"status": "refused", "reason": outcome.reason}
                 return {"status": "does not fit", **_shortage_json(outcome.shortage)}
             case _:
-                return {"status": "fits", **_plan_json(self.plan, outcome)}
+                cut = {"cut_short": True} if self.is_cut_short(outcome) else {}
+                return {"status": "fits", **cut, **_plan_json(self.plan, outcome)}
 
 
 def _plan_json(first: Plan | None, plan: Plan) -> dict[str, Any]:
@@ -167,7 +175,8 @@ def explain_request(
             found, limit_s, now if plan else None, alternatives(found, request.pins, trials),
             relaxations(now if isinstance(now, Plan) else found, request.pins, trials),
         )  # fmt: skip
-    return replace(told, why_not=question(trials), what_if=answer(trials))
+    told = replace(told, why_not=question(trials), what_if=answer(trials))
+    return replace(told, cut_short=trials.cut_short)
 
 
 def _why_not(request: Request, asked: Pinned | None) -> Callable[[Trials], Alternative | None]:

@@ -54,12 +54,14 @@ def _plan(told: Explanation) -> Iterator[str]:
     yield _decided(plan)
     if plan.devices_idle:
         yield f"{plan.devices_idle} of {plan.cluster.n_devices} devices idle"
+    if told.is_cut_short(plan):
+        yield f"the limit of {told.time_limit_s:g} s ended its search: {p.gap:.1%} are unproven"
     parts = ((WORDS[part], getattr(p, f"{part}_s")) for part in WORDS)
     yield "step  " + "   ".join(f"{word} {seconds / p.step_s:.1%}" for word, seconds in parts)
     if told.given and (was_s := told.given.prediction.step_s) != p.step_s:
         yield f"it was made with a step of {duration(was_s)}; all here is priced now"
     if told.again:
-        yield f"planned again with nothing changed: {_outcome(told.again, plan)}"
+        yield f"planned again with nothing changed: {_outcome(told, told.again, plan)}"
 
 
 def _decided(plan: Plan) -> str:
@@ -71,7 +73,7 @@ def _alternatives(told: Explanation) -> Iterator[str]:
     for name, item in zip(names, told.alternatives, strict=True):
         moved = {key for key, _ in item.asked}
         freed = f"   not with your {_listed(item.released)}" if item.released else ""
-        text = _outcome(item.outcome, told.plan, moved)
+        text = _outcome(told, item.outcome, told.plan, moved)
         yield f"  {name:<{max(map(len, names))}}   {text}{freed}"
 
 
@@ -83,8 +85,15 @@ def _listed(keys: Iterable[str]) -> str:
     return ", ".join(keys)
 
 
-def _outcome(outcome: Outcome, first: Plan | None, asked: Iterable[str] = ()) -> str:
+def _outcome(
+    told: Explanation, outcome: Outcome, first: Plan | None, asked: Iterable[str] = ()
+) -> str:
     """One line; `asked`: decisions that need no mention."""
+    cut = ", but the time limit ended its search" if told.is_cut_short(outcome) else ""
+    return _outcome_alone(outcome, first, asked) + cut
+
+
+def _outcome_alone(outcome: Outcome, first: Plan | None, asked: Iterable[str]) -> str:
     match outcome:
         case None:
             return "not tried: the time limit was reached"
@@ -131,7 +140,7 @@ def _constraints(told: Explanation) -> Iterator[str]:
     for item in told.relaxations:
         fact = facts.get(item.constraint) or _kept_out(item, plan)
         binds = " (binds)" if item.binds(plan) else ""
-        text = _outcome(item.outcome, plan)
+        text = _outcome(told, item.outcome, plan)
         yield f"  {item.constraint:<{max(map(len, names))}}   {fact}: {text}{binds}"
     share = plan.prediction.compute_s / plan.prediction.step_s
     yield f"  {'compute':<{max(map(len, names))}}   {share:.1%} of the step"
@@ -157,7 +166,7 @@ def _kept_out(item: Relaxation, plan: Plan) -> str:
 
 
 def _answer(told: Explanation, item: Alternative) -> Iterator[str]:
-    yield f"  {_outcome(item.outcome, told.plan, {key for key, _ in item.asked})}"
+    yield f"  {_outcome(told, item.outcome, told.plan, {key for key, _ in item.asked})}"
     if item.released:
         yield f"  it does not go with {_listed(item.released)}, which you fixed"
     if isinstance(item.outcome, Plan):
@@ -169,7 +178,7 @@ def _answer(told: Explanation, item: Alternative) -> Iterator[str]:
 
 def _what_if(told: Explanation, item: WhatIf) -> Iterator[str]:
     yield "what if " + ", ".join(f"{key}={value}" for key, value in item.changes)
-    yield f"  {_outcome(item.outcome, told.plan)}"
+    yield f"  {_outcome(told, item.outcome, told.plan)}"
     if item.released:
         yield f"  it does not go with {_listed(item.released)}, which you fixed"
     if not isinstance(item.outcome, Plan):
@@ -193,7 +202,8 @@ def _nothing_fits(told: Explanation) -> Iterator[str]:
         yield from _remedies([item for item in told.remedies if item.fits])
         tried = [item for item in told.remedies if not item.fits]
         yield from (["tried as well:"] if tried else [])
-        yield from (f"  {remedy_change(item)}: {_outcome(item.outcome, None)}" for item in tried)
+        for item in tried:
+            yield f"  {remedy_change(item)}: {_outcome(told, item.outcome, None)}"
 
 
 def _remedies(fitting: Sequence[Remedy]) -> Iterator[str]:

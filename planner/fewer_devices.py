@@ -1,7 +1,7 @@
 """Meshes that leave devices of a cluster idle, where they may be faster than those of all devices.
 
 Input: a cluster, pins, the meshes of all devices that have plans, what the model and the batch can
-share. Output: the meshes of fewer devices that are worth a look, and what a plan says of them.
+share. Output: the meshes of fewer devices that are worth a look.
 
 All devices are useless where they can't share the work: 7 of them a batch of 8, 100 of them one of
 64. Where they can, a mesh of fewer devices does nothing that one of all devices doesn't do with
@@ -15,11 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
 
 from ir.cluster import AXES, Cluster, Mesh
 from ir.mixed import pace
-from ir.quantities import duration
 from ir.seats import seated, seats, shares_cores
 from ir.variants import Variant
 from planner.pins import Pins, divisors, meshes
@@ -100,26 +98,3 @@ def _covers(larger: Mesh, mesh: Mesh) -> bool:
 
 def _largest_first(mesh: Mesh) -> tuple[int, int, int]:
     return -mesh.size, mesh.pipeline, -mesh.data
-
-
-def idle_note(
-    cluster: Cluster, pins: Pins, mesh: Mesh, step_s: float, whole: tuple[float, Mesh] | None,
-    bound_s: float | None,
-) -> str:  # fmt: skip
-    """How many devices idle, and why. `whole`: of the best plan of all devices that was looked at
-    the seconds and the mesh; `bound_s`: what such plans take at least, if there are any."""
-    devices = cluster.n_devices
-    if pins.pipeline and pins.data and pins.tensor:
-        why = "the pins say so"
-    elif whole is not None:
-        why = (
-            f"the best plan found on all {devices} ({whole[1]}) takes {duration(whole[0])}, "
-            f"this one {duration(step_s)}"
-        )
-    elif bound_s is None:
-        why = f"no mesh of all {devices} can share the rows, the blocks and the tensors"
-    elif bound_s == inf:
-        why = f"no plan on all {devices} fits"
-    else:
-        why = f"plans on all {devices} take {duration(bound_s)} at least"
-    return f"{devices - mesh.size} of {devices} devices idle: {why}"

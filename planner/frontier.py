@@ -7,8 +7,10 @@ choices touch it are the choices worth having.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, starmap
+from math import inf
 from typing import Protocol
 
 PRICES = 8
@@ -54,11 +56,20 @@ def frontier(program: Priced, prices: int = PRICES) -> Frontier:
     if flat.bytes <= least_bytes * (1 + 1e-9) or most_s == 0:
         return Frontier(((flat.value, least_bytes),), (flat,))
     slope = most_s / (flat.bytes - least_bytes)
-    lines = _refined(program, flat, _line(program, STEEP * slope), prices)
-    corners = [_crossing(*pair) for pair in pairwise(lines)]
-    last = lines[-1]
+    lines, edges = _refined(program, flat, _line(program, STEEP * slope), prices)
+    below = sorted([*lines, *edges], key=lambda line: line.price)
+    last = below[-1]
     end = (max(flat.value, last.value - last.price * least_bytes), least_bytes)
-    return Frontier((*corners, end), tuple(lines))
+    return Frontier((*_corners(below), end), tuple(lines))
+
+
+def _corners(lines: Sequence[Line]) -> Iterator[tuple[float, float]]:
+    """Where lines of rising price cross; three lines through one point make one corner."""
+    before = inf
+    for seconds, held in starmap(_crossing, pairwise(lines)):
+        if held < before * (1 - 1e-9):
+            yield seconds, held
+        before = held
 
 
 def _most_seconds(program: Priced, flat: Line) -> float:
@@ -72,10 +83,12 @@ def _line(program: Priced, price: float) -> Line:
     return Line(price, value, seconds, held)
 
 
-def _refined(program: Priced, flat: Line, tall: Line, prices: int) -> list[Line]:
-    """By price: between the touching points furthest apart another line is drawn, until it touches
-    nothing new."""
-    lines, done = [flat, tall], set()
+def _refined(
+    program: Priced, flat: Line, tall: Line, prices: int
+) -> tuple[list[Line], list[Line]]:
+    """By price: between the touching points furthest apart another line is drawn; one that touches
+    nothing new is the curve's edge between them."""
+    lines, edges, done = [flat, tall], list[Line](), set[tuple[Line, Line]]()
     while len(lines) < prices:
         pairs = [pair for pair in pairwise(lines) if pair not in done and _area(*pair) > 0]
         if not pairs:
@@ -85,9 +98,10 @@ def _refined(program: Priced, flat: Line, tall: Line, prices: int) -> list[Line]
         middle = _line(program, price)
         if middle.value >= (left.seconds + price * left.bytes) * (1 - 1e-6):
             done.add((left, right))
+            edges.append(middle)
         else:
             lines.insert(lines.index(right), middle)
-    return lines
+    return lines, edges
 
 
 def _area(left: Line, right: Line) -> float:

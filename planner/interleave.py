@@ -14,35 +14,49 @@ least `least_blocks`. What the stages of a rank keep is chosen together. No boun
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from math import inf
 
 import numpy as np
 
 from ir.errors import Refused
+from ir.schedules import Held
 from planner.stage_cuts import sums
-from planner.stage_points import StagePoints, held_run, stage_points
-from planner.stage_problem import Choice, Run, StagePlan, StageProblem, price
+from planner.stage_points import TOUCH, HeldRun, StagePoints, held_run, stage_points
+from planner.stage_problem import Choice, StagePlan, StageProblem, moment_bytes, price
 from planner.stage_refusal import memory_message
 
+TRIES = 8
+"""How often what a rank keeps is chosen again, for a moment at which it was too much."""
 Cuts = tuple[int, ...]  # stage s holds blocks cuts[s]..cuts[s+1]-1
 Value = tuple[int, float, float]  # ranks that don't fit, step, how unequal the ranks are
 Content = tuple[tuple[int, int], ...]  # (run, blocks) of a stage
 Rank = tuple[float, float, bool]
+Moment = tuple[Held, ...]
 Move = tuple[int, int, int]  # from cut, to cut, by blocks
 
 
-def plan_interleaved(problem: StageProblem, ranks: int, gap: float = 0.005) -> StagePlan:
-    """The best cuts found; `Refused` where none fits the memory."""
-    search = _Descent(problem, ranks)
-    cuts = search.run(_even_cuts(problem))
-    choices = search.choices(cuts, gap)
-    if choices is None:
-        shares = tuple(c * ranks / problem.stages for c in problem.capacity_bytes)
-        raise Refused(memory_message(replace(problem, capacity_bytes=shares)))
-    return price(problem, choices)
+class Interleaving:
+    """The plans of one problem, also with less room on some ranks."""
+
+    def __init__(self, problem: StageProblem, ranks: int) -> None:
+        self.problem, self.ranks = problem, ranks
+        self._descent = _Descent(problem, ranks)
+
+    def plan(self, rooms_bytes: Sequence[float] = (), gap: float = 0.005) -> StagePlan:
+        """The best cuts found, with so much room on each rank; `Refused` where none fits."""
+        problem, search = self.problem, self._descent
+        search.rooms = tuple(rooms_bytes) or problem.capacity_bytes[: self.ranks]
+        cuts = search.run(_even_cuts(problem))
+        choices = search.choices(cuts, gap)
+        if choices is None:
+            shares = [room * self.ranks / problem.stages for room in search.rooms]
+            virtual = problem.stages // self.ranks
+            raise Refused(memory_message(replace(problem, capacity_bytes=(*shares,) * virtual)))
+        return price(problem, choices)
 
 
 def least_blocks(blocks: int, stages: int) -> int:
@@ -63,7 +77,7 @@ def _even_cuts(problem: StageProblem) -> Cuts:
 
 
 class _Descent:
-    """Moves from cuts to better cuts."""
+    """Moves from cuts to better cuts; `rooms`: what each rank may fill."""
 
     def __init__(self, problem: StageProblem, ranks: int) -> None:
         self.problem, self.ranks = problem, ranks
@@ -71,7 +85,9 @@ class _Descent:
         self.block_runs = problem.block_runs
         self.content = lru_cache(maxsize=None)(self._content)
         self.held = lru_cache(maxsize=None)(self._held)
-        self.known: dict[tuple[int, tuple[Content, ...]], Rank] = {}
+        self.contents: dict[Content, int] = {}
+        self.known: dict[tuple[int, float, tuple[int, ...]], Rank] = {}
+        self.rooms = problem.capacity_bytes[:ranks]
         self.sends_s = [
             sum(problem.exposed_send_s(s) for s in range(rank, problem.stages, ranks))
             for rank in range(ranks)
@@ -91,7 +107,7 @@ class _Descent:
         return cuts
 
     def value(self, cuts: Cuts) -> Value:
-        contents = self._contents(cuts)
+        contents = tuple(map(self.content, cuts, cuts[1:]))
         parts = [self._rank(rank, contents[rank :: self.ranks]) for rank in range(self.ranks)]
         times = [time for time, _, _ in parts]
         slowest, total = max(times), sum(times)
@@ -101,10 +117,12 @@ class _Descent:
 
     def choices(self, cuts: Cuts, gap: float) -> tuple[tuple[Choice, ...], ...] | None:
         """Per stage what runs on it; None where a rank does not fit."""
-        contents, found = self._contents(cuts), [()] * self.problem.stages
-        stages: list[tuple[Choice, ...]] = list(found)
+        known = tuple(self.contents)
+        contents = tuple(known[self.content(a, b)] for a, b in pairwise(cuts))
+        stages: list[tuple[Choice, ...]] = [()] * self.problem.stages
         for rank in range(self.ranks):
-            points = self._points(rank, contents[rank :: self.ranks], gap)
+            mine = contents[rank :: self.ranks]
+            points = self._points(rank, mine, gap) or self._points(rank, mine)
             if points is None:
                 return None
             places = [(s, run) for s in range(rank, len(stages), self.ranks)
@@ -114,19 +132,21 @@ class _Descent:
                 stages[stage] += (replace(choice, run=run),)
         return tuple(stages)
 
-    def _contents(self, cuts: Cuts) -> tuple[Content, ...]:
-        return tuple(map(self.content, cuts, cuts[1:]))
+    def _content(self, a: int, b: int) -> int:
+        """The number of the content of a stage of blocks a..b-1, in `contents`."""
+        content = tuple(sorted(Counter(self.block_runs[a:b]).items()))
+        return self.contents.setdefault(content, len(self.contents))
 
-    def _content(self, a: int, b: int) -> Content:
-        return tuple(sorted(Counter(self.block_runs[a:b]).items()))
+    def _held(self, run: int, held: Held) -> HeldRun:
+        return held_run(self.problem.runs[run], lambda point: moment_bytes(held, point))
 
-    def _held(self, stage: int, run: int, count: int) -> Run:
-        return held_run(self.problem, stage, self.problem.runs[run], count)
-
-    def _rank(self, rank: int, contents: tuple[Content, ...]) -> Rank:
-        """Seconds of a micro-batch and of a step's end, and whether it does not fit."""
-        key = (rank, contents)
+    def _rank(self, rank: int, numbers: tuple[int, ...]) -> Rank:
+        """Seconds of a micro-batch and of a step's end, and whether it does not fit; of the stages
+        with the contents of those numbers."""
+        key = (rank, self.rooms[rank], numbers)
         if key not in self.known:
+            known = tuple(self.contents)
+            contents = tuple(known[number] for number in numbers)
             points = self._points(rank, contents)
             seconds = (points.seconds if points else 0.0) + self.sends_s[rank]
             self.known[key] = seconds, self._tail_s(contents), points is None
@@ -135,15 +155,55 @@ class _Descent:
     def _points(
         self, rank: int, contents: tuple[Content, ...], gap: float = inf
     ) -> StagePoints | None:
-        """What the blocks of all stages of a rank run at."""
+        """What the blocks of all stages of a rank run at: chosen for the mean of some moments. One
+        at which that is too much is added to them, or if it is among them there is less room; where
+        that does not end, it is chosen for a moment at which every stage is at its fullest."""
         problem = self.problem
-        runs = [
-            self.held(place * self.ranks + rank, r, count)
-            for place, content in enumerate(contents) for r, count in content
-        ]  # fmt: skip
         present = {r for content in contents for r, _ in content}
         copies = sum(size for i, j, size in problem.tied if j in present and i not in present)
-        return stage_points(runs, problem.capacity_bytes[rank] - copies, gap)
+        whole = room = self.rooms[rank] - copies
+        moments: list[Moment] = []
+        for _ in range(TRIES):
+            mean = _mean(moments) if moments else problem.moments[rank][-1]
+            points = stage_points(self._runs(contents, mean), room, gap)
+            if points is None:
+                break
+            most_bytes, fullest = self._fullest(rank, contents, points)
+            if most_bytes <= whole * (1 + TOUCH):
+                return points
+            if fullest in moments:
+                room -= most_bytes - whole
+            else:
+                moments.append(fullest)
+        each = [
+            Held(*(max(counts) for counts in zip(*held, strict=True)))
+            for held in zip(*problem.moments[rank], strict=True)
+        ]
+        return stage_points(self._runs(contents, each), whole, gap)
+
+    def _runs(self, contents: tuple[Content, ...], moment: Sequence[Held]) -> list[HeldRun]:
+        return [
+            replace(self.held(r, held), count=count)
+            for held, content in zip(moment, contents, strict=True) for r, count in content
+        ]  # fmt: skip
+
+    def _fullest(
+        self, rank: int, contents: tuple[Content, ...], points: StagePoints
+    ) -> tuple[float, Moment]:
+        """The most bytes of a rank, and when."""
+        places = [(place, r) for place, content in enumerate(contents) for r, _ in content]
+        chosen = [
+            (places[c.run][0], c.count, self.problem.runs[places[c.run][1]].points[c.point])
+            for c in points.choices
+        ]
+        always = max(point.transient_bytes for _, _, point in chosen)
+        always += sum(count * point.persistent_bytes for _, count, point in chosen)
+        held, moment = max(
+            (sum(count * moment_bytes(moment[place], point) for place, count, point in chosen),
+             moment)
+            for moment in self.problem.moments[rank]
+        )  # fmt: skip
+        return always + held, moment
 
     def _tail_s(self, contents: tuple[Content, ...]) -> float:
         runs = self.problem.runs
@@ -151,6 +211,14 @@ class _Descent:
             count * (runs[r].sync_s + runs[r].optimizer_s)
             for content in contents for r, count in content
         )  # fmt: skip
+
+
+def _mean(moments: Sequence[Moment]) -> list[Held]:
+    """Of what each stage holds."""
+    return [
+        Held(*(sum(counts) / len(moments) for counts in zip(*held, strict=True)))
+        for held in zip(*moments, strict=True)
+    ]
 
 
 def _is_less(one: Value, other: Value) -> bool:

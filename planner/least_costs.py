@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from math import inf
 from typing import TypeAlias
 
-from ir.cluster import GIB, Cluster, Mesh
+from ir.cluster import Cluster
 from ir.layout import DATA
 from ir.lower import Lowered
-from ir.offload import offloads_activations, offloads_optimizer, staying_inputs
+from ir.offload import offloads_activations, staying_inputs
 from ir.ops import op_def
 from ir.recompute import state_inputs
 from ir.schedules import Held
@@ -26,25 +26,25 @@ from planner.calibrated import cost_model
 from planner.cost import CostModel
 from planner.frontier import Frontier, frontier
 from planner.halves import least_pending_bytes
+from planner.least_state import LeastState
 from planner.offload import Hosting
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import (
     COLLECTIVES,
-    OPTIMIZER_TENSORS,
     NodeTimes,
     Seconds,
-    StateCost,
     moved_bytes,
 )
 from planner.recompute_program import KeptProgram
 from planner.schedule import moments
 from planner.sharding import Shardings
-from planner.sharding_bound import EVENLY, BlockBound, block_bound, least_total_s
-from planner.sharding_program import HELD_TENSORS, Phase
+from planner.sharding_bound import EVENLY, WITH_EARLY, BlockBound, LeastTotals, block_bound
+from planner.sharding_program import PHASES, Phase
 from planner.workload import Workload, touched_bytes
-from planner.zero import least_held_cost
 
+KEPT_PRICES = 16
+"""Lines of the curve of what a block keeps."""
 Kept: TypeAlias = "list[tuple[int, list[tuple[float, float]]]]"
 
 
@@ -64,18 +64,17 @@ class LeastCosts:
     lowered_of: Callable[[int, int, int], Sequence[Lowered]]
     menus_of: Callable[[Candidate], Pieces]
     known_blocks: dict[tuple[int, int, bool], tuple[BlockBound, ...]] = field(default_factory=dict)
-    known_totals: dict[tuple[int, int], float] = field(default_factory=dict)
+    known_totals: dict[tuple[int, int], LeastTotals] = field(default_factory=dict)
     known_kept: dict[tuple[int, int, bool], Kept] = field(default_factory=dict)
     known_frontiers: dict[tuple[int, bool], tuple[Frontier, ...]] = field(default_factory=dict)
     known_crossings: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
     known_moves: dict[tuple[int, int, int], Counter[tuple[str, int]]] = field(default_factory=dict)
     known_left: dict[tuple[str, int], int] = field(default_factory=dict)
-    known_states: dict[tuple[Mesh, int, str], dict[str, StateCost]] = field(default_factory=dict)
-    known_state: dict[tuple[Mesh, int, str], StateCost] = field(default_factory=dict)
 
-    def state_bytes(self, candidate: Candidate) -> float:
-        """State of a device when it is divided evenly by stages and shards."""
-        return self.state(candidate).held_bytes / candidate.mesh.pipeline
+    @cached_property
+    def state(self) -> LeastState:
+        """What state takes."""
+        return LeastState(self.work, self.cluster)
 
     def working_bytes(self, candidate: Candidate) -> list[float]:
         """Per variant what its largest node reads and makes, if that is cut evenly; of tensors
@@ -95,13 +94,13 @@ class LeastCosts:
         mesh = candidate.mesh
         held = max(1, self.flights(candidate, 0))
         least = self._kept_bytes(candidate, -1) / mesh.tensor
-        return self.state_bytes(candidate) + held * least / mesh.pipeline
+        return self.state.bytes_of(candidate) + held * least / mesh.pipeline
 
     def most_bytes(self, candidate: Candidate) -> float:
         """The same with everything kept that backward reads."""
         held = max(1, self.flights(candidate, 0))
         most = self._kept_bytes(candidate, 0) / candidate.mesh.tensor
-        return self.state_bytes(candidate) + held * most / candidate.mesh.pipeline
+        return self.state.bytes_of(candidate) + held * most / candidate.mesh.pipeline
 
     def _kept_bytes(self, candidate: Candidate, corner: int) -> float:
         """Of all calls, on one device, at an end of the curves: 0, all kept, or -1, nothing."""
@@ -143,7 +142,7 @@ class LeastCosts:
     def _room_bytes(self, candidate: Candidate) -> float:
         """What all ranks together can keep of one micro-batch: sum of room / in flight."""
         mesh = candidate.mesh
-        room = cost_model(self.cluster, mesh).capacity_bytes - self.state_bytes(candidate)
+        room = cost_model(self.cluster, mesh).capacity_bytes - self.state.bytes_of(candidate)
         return sum(room / max(1, self.flights(candidate, rank)) for rank in range(mesh.pipeline))
 
     def flights(self, candidate: Candidate, rank: int) -> int:
@@ -195,24 +194,27 @@ class LeastCosts:
         return self.known_crossings[rows]
 
     def weighted_s(
-        self, candidate: Candidate, weights: Mapping[Phase, float], exchange_s: float
-    ) -> float:
-        """As `least_total_s`, with what is done once shared by the pipeline's ranks."""
+        self, candidate: Candidate, weights: Mapping[Phase, float], exchange_s: float, *,
+        exact: bool,
+    ) -> float:  # fmt: skip
+        """The least sum of all phases, of what is done once, shared by the pipeline's ranks, and of
+        the exchange of gradients; unless `exact`, roughly."""
         ranks = candidate.mesh.pipeline
-        found = self.shardings_of(candidate)
         parts = candidate.mesh.data if candidate.zero else 1
-        return least_total_s(found, weights, 1 / ranks, 1 / ranks / parts, exchange_s / ranks)
+        once = 1 / ranks, 1 / ranks / parts, exchange_s / ranks
+        rates = (*(weights[phase] for phase in PHASES), *once)
+        totals = self._totals(candidate)
+        return totals.at(rates) if exact else totals.rough(rates)
 
-    def exchange_s(self, candidate: Candidate) -> float:
-        """Of a byte of parameters over the data axis, per step; of long messages, so at least."""
-        cost, times = cost_model(self.cluster, candidate.mesh), candidate.micro_batches
-        if candidate.mesh.data == 1:
-            return 0.0
-        scatter_s, gather_s = (
-            cost.collective_s(kind, GIB, DATA) / GIB for kind in ("reduce_scatter", "all_gather")
-        )
-        scatters = times if candidate.zero >= 2 else 1
-        return scatters * scatter_s + (times if candidate.zero == 3 else 1) * gather_s
+    def total_s(self, candidate: Candidate) -> float:
+        """Of one micro-batch through all blocks, whose boundaries agree."""
+        return self._totals(candidate).at(EVENLY)
+
+    def _totals(self, candidate: Candidate) -> LeastTotals:
+        key = (candidate.mesh.tensor, candidate.rows)
+        if key not in self.known_totals:
+            self.known_totals[key] = LeastTotals(self.shardings_of(candidate))
+        return self.known_totals[key]
 
     def data_s(self, candidate: Candidate) -> float:
         """Of collectives on the data axis inside all blocks, per micro-batch; what they move is cut
@@ -234,14 +236,8 @@ class LeastCosts:
             len(kind.calls) * min(p.forward.total_s + p.backward.total_s for p in menu)
             for kind, menu in zip(self.work.kinds, found.menus, strict=True)
         )
-        known_s = least_total_s(self.shardings_of(candidate), {**EVENLY, "early": 1.0})
+        known_s = self._totals(candidate).exactly(WITH_EARLY)
         return max(0.0, whole_s - known_s)
-
-    def trained_bytes(self, candidate: Candidate) -> float:
-        """Of all parameters, cut evenly over the tensor axis."""
-        return sum(
-            item.type.bytes(1) for item in self.work.graph.state if item.trainable
-        ) / candidate.mesh.tensor  # fmt: skip
 
     def pending_bytes(self, candidate: Candidate) -> list[float]:
         """Per variant what the first half of a backward leaves for the second, at least: gradients
@@ -275,56 +271,6 @@ class LeastCosts:
             self.known_moves[key] = found
         return self.known_moves[key]
 
-    def runs(self, candidate: Candidate) -> list[tuple[int, int, StateCost]]:
-        """Identical calls in a row: variant, their number, the state that they use first."""
-        graph, states = self.work.graph, dict(self.states(candidate))
-        variant_of, found = self.work.variant_of, []
-        for variant, group in groupby(range(len(graph.calls)), key=lambda i: variant_of[i]):
-            calls = list(group)
-            names = dict.fromkeys(v for i in calls for v in graph.calls[i].arguments)
-            mine = [states.pop(name) for name in names if name in states]
-            found.append((variant, len(calls), StateCost.total(mine)))
-        return found
-
-    def held_part(self, candidate: Candidate) -> float:
-        """The least part of a block's held bytes that ZeRO, the optimizer and the host leave: of
-        gradients, or of the `HELD_TENSORS` that the curve counts for a parameter and AdamW's
-        state."""
-        of_state, of_gradient, of_parameter = (
-            candidate.mesh.data if candidate.zero >= stage else 1 for stage in (1, 2, 3)
-        )
-        tensors = 1 / of_parameter
-        if not offloads_optimizer(candidate.offload):
-            tensors += OPTIMIZER_TENSORS[self.work.optimizer] / of_state
-        return min(tensors / HELD_TENSORS, 1 / of_gradient)
-
-    def total_s(self, candidate: Candidate) -> float:
-        """Of one micro-batch through all blocks, whose boundaries agree."""
-        key = (candidate.mesh.tensor, candidate.rows)
-        if key not in self.known_totals:
-            self.known_totals[key] = least_total_s(self.shardings_of(candidate), EVENLY)
-        return self.known_totals[key]
-
-    def states(self, candidate: Candidate) -> dict[str, StateCost]:
-        """Of every state tensor."""
-        key = (candidate.mesh, candidate.zero, candidate.offload)
-        if key not in self.known_states:
-            cost = cost_model(self.cluster, candidate.mesh)
-            self.known_states[key] = {
-                item.name: least_held_cost(
-                    item, cost, self.work.optimizer, candidate.zero, candidate.offload
-                )
-                for item in self.work.graph.state
-            }
-        return self.known_states[key]
-
-    def state(self, candidate: Candidate) -> StateCost:
-        """Of all state tensors together."""
-        key = (candidate.mesh, candidate.zero, candidate.offload)
-        if key not in self.known_state:
-            self.known_state[key] = StateCost.total(list(self.states(candidate).values()))
-        return self.known_state[key]
-
     def blocks(self, candidate: Candidate, *, exact: bool) -> tuple[BlockBound, ...]:
         """What no sharding of a call of each variant beats."""
         key = (candidate.mesh.tensor, candidate.rows, exact)
@@ -341,7 +287,7 @@ class LeastCosts:
         if (rows, hosts) not in self.known_frontiers:
             found = self.pieces_of(rows)
             self.known_frontiers[rows, hosts] = tuple(
-                frontier(self._kept_program(found, n, hosts=hosts))
+                frontier(self._kept_program(found, n, hosts=hosts), KEPT_PRICES)
                 for n in range(len(self.work.kinds))
             )
         return self.known_frontiers[rows, hosts]

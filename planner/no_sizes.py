@@ -13,7 +13,7 @@ from planner.pins import Pins, divisors
 def no_sizes(graph: Graph, pins: Pins, devices: int, rows: int) -> Refused:
     """`rows`: that devices can share."""
     calls = len(graph.calls)
-    if pins.schedule == "interleaved" or (pins.virtual_stages or 1) > 1:
+    if pins.is_interleaved:
         virtual = pins.virtual_stages or 2
         return Refused(
             f"the interleaved schedule with virtual_stages={virtual} finds no sizes: it needs "

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ir.cluster import GIB, Cluster, Mesh
+from ir.cluster import Cluster, Mesh
 from ir.errors import Refused, UsageError
 from ir.graph import Graph
 from ir.offload import offloads_activations, staying_inputs
+from ir.quantities import size
 from ir.variants import Variant
 from planner.cost import CostModel
 from planner.price import OPTIMIZER_TENSORS, StateCost
@@ -89,13 +90,13 @@ def check_host(cluster: Cluster, mesh: Mesh, host_bytes: Sequence[int]) -> None:
     per_node = cluster.devices_per_node
     node_bytes = cluster.host.memory_bytes * per_node
     each = mesh.data * mesh.tensor
-    devices = [size for size in host_bytes for _ in range(each)]
+    devices = [held_bytes for held_bytes in host_bytes for _ in range(each)]
     needs = [sum(devices[i : i + per_node]) for i in range(0, len(devices), per_node)]
     if max(needs) > node_bytes:
         node = needs.index(max(needs))
         raise HostFull(
-            f"no plan fits: what is offloaded takes {needs[node] / GIB:.1f} GiB of the host of "
-            f"node {node}, and {node_bytes / GIB:.1f} GiB are there. Try offload=none, more "
+            f"no plan fits: what is offloaded takes {size(needs[node])} of the host of "
+            f"node {node}, and {size(node_bytes)} are there. Try offload=none, more "
             "devices, or host_memory_GiB in cluster.yaml if there is more."
         )
 

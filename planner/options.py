@@ -45,8 +45,15 @@ class Options:
                 f"more devices than work: pipeline={pins.pipeline} stages need at least one "
                 f"block each, and the model has {calls}. Use at most pipeline={calls}."
             )
+        why = self.reason or self.work.graph.fixed_batch or "no input has rows to cut"
         if self._is_whole and (pins.micro_batches or 1) > 1:
-            raise Refused(f"{self.reason}; plan with micro_batches=1.")
+            raise Refused(f"{why}; plan with micro_batches=1.")
+        if self._is_whole and pins.is_interleaved:
+            raise Refused(
+                "the interleaved schedule needs at least as many micro-batches as pipeline ranks, "
+                f"and this model's batch can't be cut: {why}. So a step is one micro-batch. Use "
+                "schedule=1f1b."
+            )
 
     def fewer(self, whole: Sequence[Mesh]) -> list[Mesh]:
         """Meshes that leave devices idle."""

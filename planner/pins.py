@@ -46,6 +46,11 @@ class Pins:
     zero: int | None = None
     offload: str | None = None
 
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether a rank must have several stages."""
+        return self.schedule == "interleaved" or (self.virtual_stages or 1) > 1
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -123,7 +128,7 @@ def parse_pins(text: str, *, micro_batches: int | None = None) -> dict[str, int 
             raise UsageError(f"--pin {text!r}: {part!r} is not KEY=VALUE, such as tensor=2.")
         if key in pin:
             raise UsageError(f"--pin {text!r} names {key} twice. Give it once.")
-        pin[key] = int(value) if value.isdigit() else value
+        pin[key] = int(value) if value.isdecimal() else value
     if micro_batches and pin.setdefault("micro_batches", micro_batches) != micro_batches:
         raise UsageError(
             f"--micro-batches {micro_batches} contradicts --pin micro_batches="
@@ -271,11 +276,6 @@ def candidates(
     """
     if global_batch % mesh.data:
         return
-    if whole_batch and (pins.schedule == "interleaved" or (pins.virtual_stages or 1) > 1):
-        raise Refused(
-            "the interleaved schedule needs at least as many micro-batches as pipeline ranks, and "
-            "this model's batch can't be cut: a step is one micro-batch. Use schedule=1f1b."
-        )
     rows = global_batch // mesh.data
     counts = [1] if whole_batch else divisors(rows)
     for count in counts:

@@ -9,15 +9,17 @@ since a channel gives things in the order of their sending, or wait for a stage 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ir.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
+from ir.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from ir.spmd import Message
 from planner.stage_memory import StageMemory
 
 Order = Sequence[Sequence[Action]]
 Letter = tuple[str, int, int, int, bool]
 """A value, from stage to stage, of a micro-batch; whether it is the gradient on its way back."""
+Name = tuple[str, int, int, bool]
+"""The same of all micro-batches."""
 
 
 def rank_bytes(
@@ -47,44 +49,62 @@ def _change(stage: StageMemory, kind: str) -> tuple[int, int]:
 def _waiting_bytes(order: Order, rank: int, messages: Sequence[Message]) -> list[int]:
     """What has come, or was left by another stage here, and is not asked for yet, during each
     action of the rank."""
-    messages = sorted(messages, key=lambda message: message.source)  # as the layout lists them
-    sizes: dict[Letter, int] = {}
-    due: dict[int, deque[Letter]] = {}
-    for source, actions in enumerate(order):
-        letters = [x for action in actions for x in _sent(action, messages, sizes)]
-        due[source] = deque(x for x in letters if x[2] % len(order) == rank)
+    ranks = len(order)
+    post = _Post(messages, lambda stage: stage % ranks == rank)
+    due = {
+        source: deque(letter for action in actions for letter in post.sent(action))
+        for source, actions in enumerate(order)
+    }
     there: set[Letter] = set()
-    found = []
+    found, waiting_bytes = [], 0
     for action in order[rank]:
-        for letter in _taken(action, messages):
+        for letter in post.taken(action):
             while letter not in there:
-                there.add(due[letter[1] % len(order)].popleft())
+                came = due[letter[1] % ranks].popleft()
+                there.add(came)
+                waiting_bytes += post.sizes[_name(came)]
             there.remove(letter)
-        found.append(sum(sizes[letter] for letter in there))
-        own = {x for x in _sent(action, messages, {}) if x[2] % len(order) == rank}
-        there |= own
+            waiting_bytes -= post.sizes[_name(letter)]
+        found.append(waiting_bytes)
+        for letter in post.sent(action):
+            if letter not in there:
+                there.add(letter)
+                waiting_bytes += post.sizes[_name(letter)]
     return found
 
 
-def _sent(
-    action: Action, messages: Sequence[Message], sizes: dict[Letter, int]
-) -> Iterator[Letter]:
-    """What an action sends, in the order of the layout; notes its bytes in `sizes`."""
-    for m in messages:
-        if action.kind == FORWARD and m.source == action.stage:
-            letter = (m.value, m.source, m.target, action.micro, False)
-            sizes[letter] = m.type.bytes(1)
-            yield letter
-        if action.kind in (BACKWARD, BACKWARD_INPUT) and m.target == action.stage and m.gradient:
-            letter = (m.value, m.target, m.source, action.micro, True)
-            sizes[letter] = m.gradient.bytes(1)
-            yield letter
+class _Post:
+    """What actions send to the stages of one rank, and take there, in the order of the layout."""
+
+    def __init__(self, messages: Sequence[Message], is_here: Callable[[int], bool]) -> None:
+        self.sizes: dict[Name, int] = {}
+        self._sent: dict[tuple[bool, int], list[Name]] = {}
+        self._taken: dict[tuple[bool, int], list[Name]] = {}
+        for m in sorted(messages, key=lambda message: message.source):  # as the layout lists them
+            ways = [(m.source, m.target, False, m.type), (m.target, m.source, True, m.gradient)]
+            for source, target, is_back, kind in ways:
+                if kind is None or not is_here(target):
+                    continue
+                name = (m.value, source, target, is_back)
+                self.sizes[name] = kind.bytes(1)
+                self._sent.setdefault((is_back, source), []).append(name)
+                self._taken.setdefault((is_back, target), []).append(name)
+
+    def sent(self, action: Action) -> Iterator[Letter]:
+        """To the rank's stages."""
+        return _letters(self._sent, action)
+
+    def taken(self, action: Action) -> Iterator[Letter]:
+        """What one of the rank's actions waits for."""
+        return _letters(self._taken, action)
 
 
-def _taken(action: Action, messages: Sequence[Message]) -> Iterator[Letter]:
-    """What an action waits for."""
-    for m in messages:
-        if action.kind == FORWARD and m.target == action.stage:
-            yield m.value, m.source, m.target, action.micro, False
-        if action.kind in (BACKWARD, BACKWARD_INPUT) and m.source == action.stage and m.gradient:
-            yield m.value, m.target, m.source, action.micro, True
+def _letters(names: Mapping[tuple[bool, int], Sequence[Name]], action: Action) -> Iterator[Letter]:
+    if action.kind != BACKWARD_WEIGHT:
+        for value, source, target, is_back in names.get((action.kind != FORWARD, action.stage), ()):
+            yield value, source, target, action.micro, is_back
+
+
+def _name(letter: Letter) -> Name:
+    value, source, target, _, is_back = letter
+    return value, source, target, is_back

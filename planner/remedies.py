@@ -8,7 +8,7 @@ already, so it is only a remedy where it was fixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -16,6 +16,7 @@ from ir.cluster import GIB
 from ir.cluster_change import changed, node_count
 from ir.errors import UsageError
 from ir.plan import Plan
+from planner.alternatives import decisions
 from planner.pins import divisors
 from planner.relaxations import what_if
 from planner.shortage import Shortage
@@ -68,13 +69,33 @@ def _freed(request: Request, trials: Trials) -> Iterator[Remedy]:
     for key in order:
         yield _free(request, [key], trials)
     if len(order) > 1:
-        yield _free(request, order, trials)
+        together = _free(request, order, trials)
+        if len(together.released) > 1:  # one by itself was tried above
+            yield together
 
 
 def _free(request: Request, keys: list[str], trials: Trials) -> Remedy:
-    kept = {key: value for key, value in request.pins.items() if key not in keys}
-    outcome = trials(replace(request, pins=kept))
-    return Remedy("free", ", ".join(keys), outcome, tuple(keys))
+    outcome, freed = _needed(request, trials(_without(request, keys)), tuple(keys), trials)
+    return Remedy("free", ", ".join(freed), outcome, freed)
+
+
+def _without(request: Request, keys: Iterable[str]) -> Request:
+    freed = set(keys)
+    return replace(request, pins={k: v for k, v in request.pins.items() if k not in freed})
+
+
+def _needed(
+    request: Request, outcome: Outcome, freed: tuple[str, ...], trials: Trials
+) -> tuple[Outcome, tuple[str, ...]]:
+    """Of the freed decisions those that had to change: the others are fixed again, and planned."""
+    if not isinstance(outcome, Plan):
+        return outcome, freed
+    now = decisions(outcome)
+    moved = tuple(key for key in freed if now[key] != request.pins[key])
+    again = outcome if moved == freed else trials(_without(replace(
+        request, cluster=outcome.cluster, global_batch=outcome.global_batch
+    ), moved))  # fmt: skip
+    return (again, moved) if isinstance(again, Plan) else (outcome, freed)
 
 
 def _smaller_batch(request: Request, shortage: Shortage, trials: Trials) -> Iterator[Remedy]:
@@ -120,4 +141,5 @@ def _changed(
         return None
     outcome, released = what_if(replace(request, pins=pins), cluster, trials)
     freed = tuple(pin for pin in request.pins if pin not in pins)
-    return Remedy(key, value, outcome, freed + released)
+    outcome, freed = _needed(request, outcome, freed + released, trials)
+    return Remedy(key, value, outcome, freed)

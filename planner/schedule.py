@@ -14,6 +14,8 @@ half of one micro-batch on one rank, a step of equal stages takes
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
+
 from ir.schedules import SCHEDULES, Held, held_over_time, schedule_order, splits_backward
 
 __all__ = [
@@ -35,15 +37,10 @@ def _moments(
         schedule, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual_stages
     )
     stages = tuple(range(rank, ranks * virtual_stages, ranks))
-    found = set(held_over_time(order[rank], stages))
-    most = {moment for moment in found if not any(_below(moment, other) for other in found)}
-    return tuple(sorted(most))
-
-
-def _below(one: tuple[Held, ...], other: tuple[Held, ...]) -> bool:
-    """Whether `one` holds nowhere more than `other`, and somewhere less."""
-    pairs = zip(one, other, strict=True)
-    return one != other and all(a[0] <= b[0] and a[1] <= b[1] for a, b in pairs)
+    found = sorted(set(held_over_time(order[rank], stages)))
+    counts = np.array(found).reshape(len(found), -1)
+    is_below = (counts[:, None] <= counts[None]).all(axis=2)  # each of all others, and of itself
+    return tuple(m for m, below in zip(found, is_below.sum(axis=1), strict=True) if below == 1)
 
 
 def moments(
@@ -149,7 +146,7 @@ def shared_step_s(
     return max(step_s / core_sharing, micro_batches * mean_s)
 
 
-def _rounds(ranks: int, micro_batches: int) -> float:
+def fill_rounds(ranks: int, micro_batches: int) -> float:
     """The part of a zero-bubble fill that has weights' halves to run."""
     return (min(micro_batches, ranks) - 1) / max(1, ranks - 1)
 
@@ -161,7 +158,7 @@ def _filled_s(
     which no longer is in the way, and as much of the wait as it can fill."""
     ranks = len(times)
     slowest = max(range(ranks), key=lambda r: times[r][0] + times[r][1])
-    rounds = _rounds(ranks, micro_batches)
+    rounds = fill_rounds(ranks, micro_batches)
     return sum(
         weight + rounds * min(backward - weight, weight)
         for r, ((_, backward), weight) in enumerate(zip(times, weight_s, strict=True))

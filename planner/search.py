@@ -33,7 +33,7 @@ from planner.calibrated import cost_model
 from planner.candidate import Evaluated, TooSlow, Workload, evaluate
 from planner.counting import plans_log10
 from planner.describe import describe
-from planner.fewer_devices import idle_note
+from planner.idle_reason import IdleReason
 from planner.no_sizes import no_sizes
 from planner.offload import HostFull, check_offload
 from planner.offload_choice import OffloadChoice
@@ -54,13 +54,15 @@ from planner.supply import Supply
 
 MOST_EVALUATIONS = 24
 """Candidates that are planned before the search settles for the best one found."""
-MOST_HALVED = 6
-"""The same on half of the devices of the best plan."""
 LEVELS = 4
 GAP = 0.005
 """Relative; the search ends when no plan can be better than the best by more."""
 SLACK = 0.003
 """Less recomputation than this part of a step is not worth a sharding that holds less."""
+PATIENCE = 8
+"""The same since the last one that was better by a fifth of the gap."""
+MOST_HALVED = 6
+"""The same on half of the devices of the best plan."""
 MOST_REFUSALS = 40
 """Candidates that turn out not to fit before the same."""
 MOST_PRICES = 4
@@ -102,8 +104,11 @@ def plan(
     work = Workload(graph, batch_flow, variants(graph, batch_flow), global_batch, optimizer)
     search = _Search(work, cluster, pins, has_batch, time_limit_s)
     best = search.run()
-    used = seated(cluster, best.candidate.mesh.size)
-    notes = (*search.idle(best), *search.notes, *approximations(work, best, used))
+    used, idle = seated(cluster, best.candidate.mesh.size), search.idle
+    notes = (
+        *idle.notes(best.candidate.mesh, best.prediction.step_s), *search.notes,
+        *approximations(work, best, used),
+    )  # fmt: skip
     blocks = tuple(
         encode(*parts)
         for parts in zip(
@@ -165,7 +170,7 @@ class _Search:
         self.work, self.cluster, self.pins, self.has_batch = work, cluster, pins, has_batch
         self.time_limit_s, self.deadline = time_limit_s, monotonic() + time_limit_s
         self.certificate: Certificate | None = None
-        self.bounds_s, self.fastest = dict[Candidate, float](), dict[int, tuple[float, Mesh]]()
+        self.idle = IdleReason(cluster, pins)
         reason = needs_whole_batch(work.graph, work.flow)
         self.options = Options(work, cluster, pins, has_batch, reason)
         self.notes: list[str] = []
@@ -173,7 +178,8 @@ class _Search:
         self.bounds = PlacedBounds(self.supply)
         self.offload = OffloadChoice(pins.offload, self.bounds.least)
         self.most_evaluations = MOST_EVALUATIONS
-        self.has_whole, self.evaluations, self.refusals = True, 0, 0
+        self.evaluations = self.refusals = self.patient_since = 0
+        self.patient_s = inf
         self.too_large: list[Candidate] = []
 
     def run(self) -> Evaluated:
@@ -181,8 +187,7 @@ class _Search:
         first ones, if any of them fits."""
         everything, best = list(self._candidates()), _Best()
         bound_s = self._improve(best, everything)
-        halves, bound_s = self._halved(best, bound_s)
-        everything += halves
+        bound_s = self._halved(best, bound_s, everything)
         more = self.offload.more(everything, best.found)
         is_plain = best.found is not None
         offloaded_s = self._improve(best, more)
@@ -199,22 +204,22 @@ class _Search:
             raise self._nothing_fits(everything + more)
         return self._bounded(best.found, bound_s)
 
-    def _halved(self, best: _Best, bound_s: float) -> tuple[list[Candidate], float]:
-        """Candidates on half the devices of the best plan, and again, as long as that is better;
-        with the least bound that is left."""
-        tried: list[Candidate] = []
+    def _halved(self, best: _Best, bound_s: float, known: list[Candidate]) -> float:
+        """Adds candidates on half the devices of the best plan, and again, as long as that is
+        better; the least bound that is left of all."""
         while found := best.found:
             devices = self.options.half(found.prediction, found.candidate.mesh)
             if devices is None:
                 break
-            word = self.offload.words[0]
-            more = [replace(c, offload=word) for c in self.options.of(self.options.on(devices))]
+            halves, word = self.options.of(self.options.on(devices)), self.offload.words[0]
+            new = [c for c in (replace(c, offload=word) for c in halves) if c not in known]
+            self.patient_since = self.evaluations
             self.most_evaluations = self.evaluations + MOST_HALVED
-            bound_s = min(bound_s, self._improve(best, more))
-            tried += more
+            bound_s = min(bound_s, self._improve(best, new))
+            known += new
             if best.found is found:
                 break
-        return tried, bound_s
+        return bound_s
 
     def _improve(self, best: _Best, options: list[Candidate]) -> float:
         """Best first: of all candidates the one of the least bound is bounded more closely, and
@@ -235,8 +240,7 @@ class _Search:
             if self.offload.is_enough(candidate, has_plan=best.found is not None):
                 closed_s = min(closed_s, bound_s)
                 continue
-            is_open = self.evaluations < self.most_evaluations and self.refusals < MOST_REFUSALS
-            if is_open or self.offload.is_extra(candidate) or best.found is None:
+            if self._goes_on(best) or self.offload.is_extra(candidate) or best.found is None:
                 fits = self._try(candidate, best)
                 left_s = bound_s if fits else self._unproven_s(candidate, bound_s)
                 closed_s = min(closed_s, left_s)
@@ -245,6 +249,15 @@ class _Search:
                 if open_ and closed_s <= open_[0][0]:
                     break
         return min([closed_s, *(item[0] for item in open_[:1])])
+
+    def _goes_on(self, best: _Best) -> bool:
+        """Whether one more candidate is worth planning."""
+        if best.step_s < (1 - GAP / 5) * self.patient_s:
+            self.patient_s, self.patient_since = best.step_s, self.evaluations
+        return (
+            self.evaluations < min(self.most_evaluations, self.patient_since + PATIENCE)
+            and self.refusals < MOST_REFUSALS
+        )
 
     def _unproven_s(self, candidate: Candidate, bound_s: float) -> float:
         """The bound of a candidate of which no tried sharding fits: with a tensor axis another one
@@ -270,12 +283,12 @@ class _Search:
 
     def _open(self, candidate: Candidate, bound_s: float, level: int) -> _Open:
         """An entry of the queue; of equal bounds fewer stages and more data ranks come first."""
-        self.bounds_s[candidate] = bound_s
+        self.idle.bounded(candidate, bound_s)
         return bound_s, _simplicity(candidate), level, candidate
 
     def _no_time(self, candidates: int) -> Refused:
         return Refused(
-            f"no plan was found within {self.time_limit_s:g} s: of {candidates} candidates "
+            f"no plan was found within {self.time_limit_s:.3g} s: of {candidates} candidates "
             f"{self.refusals} were planned, and none of those fits. Allow more time, or pin "
             "decisions that are settled."
         )
@@ -295,7 +308,7 @@ class _Search:
             pass
         return does_not_fit(
             self.work, least, self.supply.pieces(least, price_s), cost,
-            state_bytes=self.bounds.least.state_bytes(alone),
+            state_bytes=self.bounds.least.state.bytes_of(alone),
             devices=self.cluster.n_devices,
         )  # fmt: skip
 
@@ -309,20 +322,9 @@ class _Search:
         if reason and self.pins.micro_batches is None:
             self.notes.append(f"one micro-batch only: {reason}")
         whole = options.on(self.cluster.n_devices)
-        self.has_whole = bool(whole)
+        self.idle.has_whole = bool(whole)
         for candidate in options.of([*whole, *options.fewer(whole)]):
             yield replace(candidate, offload=self.offload.words[0])
-
-    def idle(self, found: Evaluated) -> list[str]:
-        """What is to be said of devices that the best plan leaves idle."""
-        mesh, devices = found.candidate.mesh, self.cluster.n_devices
-        if mesh.size == devices:
-            return []
-        least_s = [s for c, s in self.bounds_s.items() if c.mesh.size == devices]
-        bound_s = min(least_s) if least_s else inf if self.has_whole else None
-        step_s = found.prediction.step_s
-        whole = self.fastest.get(devices)
-        return [idle_note(self.cluster, self.pins, mesh, step_s, whole, bound_s)]
 
     def _is_too_large(self, candidate: Candidate) -> bool:
         """Whether the same with fewer rows, or more divided or offloaded, did not fit."""
@@ -374,15 +376,10 @@ class _Search:
         cost = cost_model(self.cluster, candidate.mesh)
         try:
             found = evaluate(self.work, candidate, pieces, cost, limit_s)
-            self._note_step(candidate.mesh, found)
+            timed = found if isinstance(found, TooSlow) else found.prediction
+            self.idle.planned(candidate.mesh, timed.step_s)
             return found
         except SolverFailed:
             raise
         except Refused:
             return None
-
-    def _note_step(self, mesh: Mesh, found: Evaluated | TooSlow) -> None:
-        """What the fastest plan of as many devices takes."""
-        step_s = found.step_s if isinstance(found, TooSlow) else found.prediction.step_s
-        if step_s < self.fastest.get(mesh.size, (inf, mesh))[0]:
-            self.fastest[mesh.size] = step_s, mesh

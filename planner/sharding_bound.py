@@ -7,16 +7,29 @@ happens once per step is left out, also what may be made once for all micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
 
 from planner.frontier import Frontier, frontier
 from planner.sharding import Shardings
-from planner.sharding_program import PHASES, Phase
+from planner.sharding_program import PHASES
+from planner.solver import Model, Relaxation, Term, Variable
 
-EVENLY: dict[Phase, float] = {**dict.fromkeys(PHASES, 1.0), "early": 0.0}
+Rates: TypeAlias = tuple[float, ...]
+RATES = (*PHASES, "once", "update", "trained")
+"""How often each phase, what is done once, updating, and a byte of parameters count."""
+ONCE = ("early", "once", "update")
+EVENLY: Rates = tuple(float(name in PHASES and name != "early") for name in RATES)
 """Every phase of a micro-batch once."""
-PRICES, FEW_PRICES = 3, 2
+WITH_EARLY: Rates = tuple(float(name in PHASES) for name in RATES)
+"""The same with what precedes the first one."""
+CLOSE = 0.002
+"""Relative; how near a lower bound of a total has to be to an upper one to do for it."""
+ROUGH = 0.01
+"""The same, for a first look."""
+PRICES, FEW_PRICES = 4, 2
 """Lines of the curve of a block that repeats, and of one that does not."""
 
 
@@ -41,19 +54,72 @@ def block_bound(
     return BlockBound(frontier(_Held(shardings, number), PRICES if many else FEW_PRICES), node_s)
 
 
-def least_total_s(
-    shardings: Shardings, weights: Mapping[Phase, float], once: float = 0.0, update: float = 0.0,
-    exchange_s: float = 0.0,
-) -> float:  # fmt: skip
-    """The least sum over all calls, whose blocks agree on what goes between them: of `weights` by
-    phase times the seconds of a micro-batch, of `once` times what is done once per step, of
-    `update` times what updating takes, and of `exchange_s` times the bytes of parameters."""
-    program = shardings.built.program
-    terms = [(weights[phase] * cost, v) for phase, row in program.each.items() for cost, v in row]
-    terms += [(once * seconds, v) for seconds, v in program.once]
-    terms += [(update * seconds, v) for seconds, v in program.update]
-    terms += [(exchange_s * size, v) for size, v in program.trained]
-    return shardings.relaxation.minimum(terms, only=()).bound
+@dataclass
+class LeastTotals:
+    """Lower bounds of the least sum over all calls, whose blocks agree on what goes between them,
+    at given rates: how often each of `PHASES` counts, what is done once per step, updating, and the
+    bytes of parameters.
+
+    A choice takes some seconds (or bytes) y of each kind, and rates * y in all. So no choice takes
+    less at some rates than the least rates * y with the known totals kept at all other rates, and
+    the best one no more than what was best at others. A program is solved only where these two lie
+    apart.
+    """
+
+    shardings: Shardings
+    known: dict[Rates, tuple[float, Rates]] = field(default_factory=dict)
+
+    def exactly(self, rates: Rates) -> float:
+        """The least total of the relaxed program."""
+        if rates not in self.known:
+            self.known[rates] = total, _ = self._solved(rates)
+            program, kinds = self._kinds
+            program.constrain(zip(rates, kinds, strict=True), total)
+        return self.known[rates][0]
+
+    def at(self, rates: Rates) -> float:
+        """Within `CLOSE` of the least total."""
+        return self._within(rates, CLOSE)
+
+    def rough(self, rates: Rates) -> float:
+        """Within `ROUGH` of the least total without what is done once, before the first micro-batch
+        or after the last."""
+        counts = [0.0 if name in ONCE else rate for name, rate in zip(RATES, rates, strict=True)]
+        return self._within(tuple(counts), ROUGH)
+
+    def _within(self, rates: Rates, gap: float) -> float:
+        if self.known and rates not in self.known and min(rates) >= 0:
+            terms = [(rate, v) for rate, v in zip(rates, self._kinds[1], strict=True)]
+            low_s = self._kinds[0].minimum(terms, only=()).bound
+            if low_s >= (1 - gap) * self._above(rates):
+                return low_s
+        return self.exactly(rates)
+
+    def _above(self, rates: Rates) -> float:
+        return min(
+            sum(rate * part for rate, part in zip(rates, parts, strict=True))
+            for _, parts in self.known.values()
+        )
+
+    def _solved(self, rates: Rates) -> tuple[float, Rates]:
+        """The total, and its parts at a rate of 1."""
+        rows = self._rows
+        terms = [(rate * c, v) for rate, row in zip(rates, rows, strict=True) for c, v in row]
+        found = self.shardings.relaxation.minimum(terms, only={v for _, v in terms})
+        return found.bound, tuple(sum(c * found[v] for c, v in row) for row in rows)
+
+    @cached_property
+    def _kinds(self) -> tuple[Relaxation, list[Variable]]:
+        """What choices take of each kind: as much as every node and parameter alone at least, and
+        the totals that are known."""
+        model, least = Model(), self.shardings.built.least()
+        kinds = [model.variable(least.get(name, 0.0)) for name in RATES]
+        return Relaxation(model), kinds
+
+    @cached_property
+    def _rows(self) -> list[list[Term]]:
+        program = self.shardings.built.program
+        return [*program.each.values(), program.once, program.update, program.trained]
 
 
 @dataclass(frozen=True)

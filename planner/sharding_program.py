@@ -52,12 +52,13 @@ class Habits:
     cut_activations: bool = False
 
 
-Phase: TypeAlias = Literal["forward", "input", "weight", "move", "early"]
-PHASES: tuple[Phase, ...] = ("forward", "input", "weight", "move", "early")
+Phase: TypeAlias = Literal["forward", "input", "weight", "move", "late move", "early"]
+PHASES: tuple[Phase, ...] = ("forward", "input", "weight", "move", "late move", "early")
 """Of a node: in forward, in the half of backward that gives gradients of activations, in the rest;
-what is communicated between nodes; and what is done once, before the first micro-batch."""
-_Move: TypeAlias = "tuple[int, str, Placement, Placement, bool]"
-"""(variant, value, from, to, whether backward does it again)."""
+what is communicated between nodes, for forward or that half, or for the rest alone; and what is
+done once, before the first micro-batch."""
+_Move: TypeAlias = "tuple[int, str, Placement, Placement, bool, Phase]"
+"""(variant, value, from, to, whether backward does it again, phase)."""
 
 
 @dataclass
@@ -99,6 +100,14 @@ class _Program:
         """Seconds of every call of a variant, per micro-batch, which occurs so many times."""
         self.each[phase].append((seconds * times, variable))
         self.of_call.setdefault(number, []).append((seconds, variable))
+
+
+def _moves(*, late: bool, prompt: bool) -> tuple[Phase, ...]:
+    """When a value may be resharded for the weights' half, or for what comes before; `prompt`: it
+    is needed there as well."""
+    if not late:
+        return ("move",)
+    return ("move", "late move") if prompt else ("late move",)
 
 
 class ShardingProgram:
@@ -217,6 +226,21 @@ class ShardingProgram:
             program.chosen[number, node] = row
             program.model.constrain([(1.0, v) for _, v in row], 1, 1)
 
+    def least(self) -> dict[str, float]:
+        """What any sharding takes at least, by phase and of `trained`: every node by its fastest
+        strategy, every parameter in its smallest layout."""
+        found: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        for number, kind in enumerate(self.kinds):
+            phases, least_s = self._phases(number), self.prices[number].least_s()
+            for node in kind.block.nodes:
+                name = node.outputs[0]
+                phase = "early" if name in self.early[number] else phases[node]
+                found[phase] += len(kind.calls) * least_s[name]
+        trained = {variable: size for size, variable in self.program.trained}
+        rows = self.program.layouts.values()
+        found["trained"] = sum(min(trained.get(v, 0.0) for _, v in row) for row in rows)
+        return found
+
     def _phases(self, number: int) -> dict[Node, Phase]:
         block = self.kinds[number].block
         handed = [g for value, g in block.gradients if not self.is_state(number, value)]
@@ -237,17 +261,20 @@ class ShardingProgram:
 
     def _edges(self, number: int) -> None:
         """(2) and (3) between nodes, and (6) from the boundary."""
-        variant = self.kinds[number]
+        variant, phases = self.kinds[number], self._phases(number)
         have = {name: self._layouts(number, name) for name in self._boundary(number)}
+        prompt = {name for n in variant.block.nodes if phases[n] != "weight" for name in n.operands}
         for i, node in enumerate(variant.block.nodes):
             backward = i >= variant.block.n_forward
+            late = phases[node] == "weight"
             row = self.program.chosen[number, node]
             names = node.operands
             for position, name in enumerate(names):
                 need: dict[Placement, list[Variable]] = {}
                 for option, variable in row:
                     need.setdefault(option.operands[position], []).append(variable)
-                self._link(number, name, have[name], need, backward)
+                when = _moves(late=late, prompt=name in prompt)
+                self._link(number, name, have[name], need, backward, when=when)
             results = [name for name in node.outputs if name in variant.block.types]
             for k, name in enumerate(results):
                 made: dict[Placement, list[Variable]] = {}
@@ -271,8 +298,10 @@ class ShardingProgram:
     def _link(
         self, number: int, name: str, have: dict[Placement, list[Variable]],
         need: dict[Placement, list[Variable]], backward: bool, once: bool = False,
+        when: Sequence[Phase] = ("move",),
     ) -> None:  # fmt: skip
-        """(2), (3) and (4) for one use of a value; `once`: per step, not per micro-batch."""
+        """(2), (3) and (4) for one use of a value; `once`: per step, not per micro-batch; `when`:
+        in which of the phases that communicate it may be resharded."""
         if len(have) == 1 and len(need) == 1 and set(have) == set(need):
             return
         model = self.program.model
@@ -289,9 +318,10 @@ class ShardingProgram:
             row = [(1.0, e) for (_, y), e in edges.items() if y == b]
             model.constrain([*row, *((-1.0, v) for v in variables)], 0, 0)
         for (a, b), edge in edges.items():
-            paid = self._paid((number, name, a, b, backward and self.twice), once)
-            if paid is not None:
-                model.constrain([(1.0, paid), (-1.0, edge)], 0)
+            keys: list[_Move] = [(number, name, a, b, backward and self.twice, w) for w in when]
+            paid = [variable for key in keys if (variable := self._paid(key, once)) is not None]
+            if paid:
+                model.constrain([*((1.0, variable) for variable in paid), (-1.0, edge)], 0)
 
     def _is_moved_weight(self, number: int, name: str, a: Placement, b: Placement) -> bool:
         """Whether this would communicate state that has to stay where it is stored."""
@@ -302,7 +332,7 @@ class ShardingProgram:
 
     def _paid(self, key: _Move, once: bool) -> Variable | None:
         """Whether a reshard is paid for; None if it costs nothing."""
-        number, name, a, b, _ = key
+        number, name, a, b, _, phase = key
         paid = self.program.paid
         if key not in paid:
             paid[key] = None
@@ -312,7 +342,7 @@ class ShardingProgram:
                     times = len(self.kinds[number].calls)
                     self.program.once.append((seconds * times, variable))
                 else:
-                    self._spend(number, name, seconds, variable, "move")
+                    self._spend(number, name, seconds, variable, phase)
         return paid[key]
 
     def _reshard_s(self, number: int, name: str, a: Placement, b: Placement) -> float:

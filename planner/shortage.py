@@ -67,7 +67,7 @@ class Shortage:
             chosen.append(part)
             if sum(item.size_bytes for item in chosen) > self.capacity_bytes:
                 break
-        return tuple(part for part in self.parts if part in chosen and part.size_bytes)
+        return tuple(part for part in self.parts if part in chosen)
 
     @property
     def least_devices(self) -> int:
@@ -93,8 +93,8 @@ def does_not_fit(
     rank = max(range(len(stages)), key=lambda r: stages[r].peak_bytes)
     named = sorted(_named(work, least, cost, rank), key=lambda part: -part.size_bytes)
     return DoesNotFit(Shortage(
-        candidate, rank, least.prediction.capacity_bytes, tuple(_parts(stages[rank])),
-        tuple(named[:MOST_NAMED]), int(state_bytes), devices,
+        candidate, rank, least.prediction.capacity_bytes, peak_parts(stages[rank]),
+        tuple(part for part in named[:MOST_NAMED] if part.size_bytes), int(state_bytes), devices,
     ))  # fmt: skip
 
 
@@ -117,25 +117,33 @@ def short_text(shortage: Shortage) -> str:
 
 
 def _largest(shortage: Shortage) -> str:
-    part = max((*shortage.largest, *shortage.parts[-1:]), key=lambda part: part.size_bytes)
+    working = [part for part in shortage.parts if part.name == "working memory"]
+    part = max((*shortage.largest, *working), key=lambda part: part.size_bytes)
     return f"{part.name} ({size(part.size_bytes)})"
 
 
-def _parts(cost: StageCost) -> Iterator[Part]:
-    yield Part("parameters", cost.parameter_bytes)
-    yield Part("gradients", cost.gradient_bytes)
-    yield Part("optimizer state", cost.optimizer_bytes)
-    yield Part("saved tensors", cost.saved_bytes)
-    yield Part("working memory", cost.transient_bytes)
+def peak_parts(cost: StageCost) -> tuple[Part, ...]:
+    """All that is there at a rank's peak, state first; nothing that takes no bytes."""
+    parts = (
+        Part("parameters", cost.parameter_bytes), Part("gradients", cost.gradient_bytes),
+        Part("optimizer state", cost.optimizer_bytes), Part("saved tensors", cost.saved_bytes),
+        Part("working memory", cost.transient_bytes),
+    )  # fmt: skip
+    return tuple(part for part in parts if part.size_bytes)
 
 
 def _named(work: Workload, least: Evaluated, cost: CostModel, rank: int) -> Iterator[Part]:
-    """Blocks by what they hold, and single tensors of the state and of what is saved."""
+    """Blocks by what they hold, and single tensors of the state and of what is saved.
+
+    A block frees what it saved bit by bit, so its own most may exceed what the rank's peak has
+    beside saved tensors; that is all of it that is there.
+    """
     program, found = least.program, least.pieces
     placed = [p for s in least.candidate.stages_of(rank) for p in program.stages[s]]
     state = held_costs(program, cost, work.optimizer)
     total = sum(_saved_bytes(found, p) for p in placed)
-    held = least.prediction.stages[rank].saved_bytes / total if total else 0.0  # micro-batches
+    peak = least.prediction.stages[rank]
+    held = peak.saved_bytes / total if total else 0.0  # micro-batches
     for variant in dict.fromkeys(p.variant for p in placed):
         calls = [p for p in placed if p.variant == variant]
         paths = [work.graph.calls[p.index].path or work.kinds[variant].block.name for p in calls]
@@ -146,7 +154,8 @@ def _named(work: Workload, least: Evaluated, cost: CostModel, rank: int) -> Iter
         saved_bytes = sum(_saved_bytes(found, p) for p in calls)
         yield Part(f"saved tensors of {name}", int(held * saved_bytes))
         working_bytes = max(point_of(found, p).transient_bytes for p in calls)
-        yield Part(f"working memory of {common_path(paths)}", working_bytes)
+        there_bytes = min(working_bytes, peak.transient_bytes)
+        yield Part(f"working memory of {common_path(paths)}", there_bytes)
         yield from _tensors(work, {v: int(state[v].held_bytes) for v in names})
         sizes = found.storages[variant].size_bytes
         for value, count in _saved_values([point_of(found, p) for p in calls]):

@@ -207,11 +207,18 @@ class Relaxation:
             self._solver.NumVar(lower, upper, "") for lower, upper, *_ in model._variables
         ]
         for row in model._rows:
-            factor = _row_factor(row)
-            added = self._solver.Constraint(row.lower * factor, row.upper * factor)
-            for coefficient, variable in row.terms:
-                added.SetCoefficient(self._variables[variable], coefficient * factor)
+            self._add(row)
         self._solver.Objective().SetMinimization()
+
+    def constrain(self, terms: Iterable[Term], lower: float = -inf, upper: float = inf) -> None:
+        """One more row, as of `Model`."""
+        self._add(_Row(_summed(terms), lower, upper))
+
+    def _add(self, row: _Row) -> None:
+        factor = _row_factor(row)
+        added = self._solver.Constraint(row.lower * factor, row.upper * factor)
+        for coefficient, variable in row.terms:
+            added.SetCoefficient(self._variables[variable], coefficient * factor)
 
     def minimum(
         self, terms: Iterable[Term], offset: float = 0.0, *, only: Iterable[Variable] | None = None

@@ -9,9 +9,9 @@ so it proves a bound as well. Where plan and bound lie apart the integer program
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from math import ceil, inf
 
@@ -32,18 +32,38 @@ class StagePoints:
     bound_s: float
 
 
-def held_run(problem: StageProblem, stage: int, run: Run, count: int) -> Run:
-    """Some blocks of a run on a stage, with what they keep of all micro-batches as if of one."""
+@dataclass(frozen=True, eq=False)
+class HeldRun:
+    """Blocks of a run on a stage, with what they keep of all micro-batches as if of one; `lines` is
+    shared by those that differ in their number."""
+
+    points: tuple[Point, ...]
+    count: int
+    lines: dict[float, _Line | None] = field(default_factory=dict)
+
+    @cached_property
+    def fastest(self) -> int:
+        """The point of the least seconds; of equal ones, of the least bytes."""
+        return min(range(len(self.points)), key=lambda o: _order(self.points[o]))
+
+    def line(self, limit_bytes: float) -> _Line | None:
+        """The hull of the points that need no more than the limit to run; None if none does."""
+        if limit_bytes not in self.lines:
+            self.lines[limit_bytes] = _line(self.points, limit_bytes)
+        return self.lines[limit_bytes]
+
+
+def held_run(run: Run, held_bytes: Callable[[Point], float]) -> HeldRun:
+    """A block of a run, when a point keeps so many bytes."""
     points = tuple(
-        replace(point, saved_bytes=problem.held_bytes(stage, point), pending_bytes=0.0)
-        for point in run.points
+        replace(point, saved_bytes=held_bytes(point), pending_bytes=0.0) for point in run.points
     )
-    return replace(run, count=count, points=points, sync_s=0.0, optimizer_s=0.0)
+    return HeldRun(points, 1)
 
 
-def stage_points(runs: Sequence[Run], room_bytes: float, gap: float) -> StagePoints | None:
+def stage_points(runs: Sequence[HeldRun], room_bytes: float, gap: float) -> StagePoints | None:
     """Within the relative gap; None where nothing fits."""
-    fastest = [min(range(len(run.points)), key=lambda o: _order(run.points[o])) for run in runs]
+    fastest = [run.fastest for run in runs]
     if _fits(runs, fastest, room_bytes):
         seconds = sum(r.count * _seconds(r.points[o]) for r, o in zip(runs, fastest, strict=True))
         choices = tuple(Choice(r, o, runs[r].count) for r, o in enumerate(fastest))
@@ -54,23 +74,30 @@ def stage_points(runs: Sequence[Run], room_bytes: float, gap: float) -> StagePoi
     return _solved(runs, room_bytes, gap)
 
 
-def _solved(runs: Sequence[Run], room_bytes: float, gap: float) -> StagePoints | None:
+def _solved(runs: Sequence[HeldRun], room_bytes: float, gap: float) -> StagePoints | None:
     """By the integer program."""
-    alone = StageProblem(tuple(runs), 1, 1, "gpipe", (room_bytes,))
+    whole = tuple(Run(str(r), run.count, run.points) for r, run in enumerate(runs))
     try:
-        (choices,), bound_s = solve_program(alone, gap, 10.0)
+        (choices,), bound_s = solve_program(
+            StageProblem(whole, 1, 1, "gpipe", (room_bytes,)), gap, 10.0
+        )
     except Infeasible:
         return None
     seconds = sum(c.count * _seconds(runs[c.run].points[c.point]) for c in choices)
     return StagePoints(choices, seconds, min(bound_s, seconds))
 
 
-def _descended(runs: Sequence[Run], room_bytes: float) -> StagePoints | None:
+def _descended(runs: Sequence[HeldRun], room_bytes: float) -> StagePoints | None:
     """The best over all limits on what a running block needs; None where even parts of blocks
     would not fit."""
     best, bound_s = None, inf
     for limit_bytes in sorted({p.transient_bytes for run in runs for p in run.points}):
-        lines = [line for run in runs if (line := _line(run.points, limit_bytes))]
+        lines = []
+        for run in runs:
+            line = run.line(limit_bytes)
+            if line is None:
+                break
+            lines.append(line)
         if len(lines) < len(runs):
             continue
         found = _greedy(runs, lines, room_bytes - limit_bytes)
@@ -83,13 +110,17 @@ def _descended(runs: Sequence[Run], room_bytes: float) -> StagePoints | None:
 
 
 def _greedy(
-    runs: Sequence[Run], lines: Sequence[_Line], room_bytes: float
+    runs: Sequence[HeldRun], lines: Sequence[_Line], room_bytes: float
 ) -> StagePoints | None:
     """Blocks move from point to point of their hull, where a byte costs least first, until they
     fit; the last move is of no more blocks than it takes."""
+    excess = -room_bytes
+    seconds = 0.0
+    for run, line in zip(runs, lines, strict=True):
+        excess += run.count * line.held
+        seconds += run.count * line.seconds
+    bound_s = seconds
     counts = [{line.first: run.count} for run, line in zip(runs, lines, strict=True)]
-    excess = sum(r.count * line.held for r, line in zip(runs, lines, strict=True)) - room_bytes
-    seconds = bound_s = sum(r.count * line.seconds for r, line in zip(runs, lines, strict=True))
     moves = sorted((*move, r) for r, line in enumerate(lines) for move in line.moves)
     for slope, size, here, there, r in moves:
         if excess <= room_bytes * TOUCH:
@@ -119,7 +150,6 @@ class _Line:
     moves: tuple[tuple[float, float, int, int], ...]
 
 
-@lru_cache(maxsize=8192)
 def _line(points: tuple[Point, ...], limit_bytes: float) -> _Line | None:
     """Of the points that need no more than the limit to run; None if there are none."""
     hull: list[int] = []
@@ -145,7 +175,7 @@ def _slope(points: Sequence[Point], here: int, there: int) -> float:
     return more_s / (_held(points[here]) - _held(points[there]))
 
 
-def _fits(runs: Sequence[Run], chosen: Sequence[int], room_bytes: float) -> bool:
+def _fits(runs: Sequence[HeldRun], chosen: Sequence[int], room_bytes: float) -> bool:
     points = [run.points[o] for run, o in zip(runs, chosen, strict=True)]
     held = sum(run.count * _held(point) for run, point in zip(runs, points, strict=True))
     return held + max(p.transient_bytes for p in points) <= room_bytes * (1 + TOUCH)

@@ -51,6 +51,7 @@ class StageProblem:
     `tied`: (run i, run j, bytes): state of run i that run j reads too; a stage with blocks of j
     but none of i holds a copy of those bytes. `held`: per stage, what it holds at the moments at
     which no other one is worse; left out, as many whole micro-batches as the schedule has there.
+    `moments`: per rank of several stages, what all of them hold at such moments of the rank.
     """
 
     runs: tuple[Run, ...]
@@ -61,6 +62,7 @@ class StageProblem:
     send_s: tuple[float, ...] = ()
     tied: tuple[tuple[int, int, float], ...] = ()
     held: tuple[tuple[Held, ...], ...] = ()
+    moments: tuple[tuple[tuple[Held, ...], ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -98,10 +100,12 @@ class StageProblem:
 
     def held_bytes(self, stage: int, point: Point) -> float:
         """What a block at a point holds there at most, of all micro-batches."""
-        return max(
-            held.forward * point.saved_bytes + held.weight * point.pending_bytes
-            for held in self.held_at(stage)
-        )
+        return max(moment_bytes(held, point) for held in self.held_at(stage))
+
+
+def moment_bytes(held: Held, point: Point) -> float:
+    """What a block at a point holds of so many micro-batches."""
+    return held.forward * point.saved_bytes + held.weight * point.pending_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ which stage lacks how much, and why.
 
 import numpy as np
 
-from ir.cluster import GIB
 from ir.plan import Prediction
+from ir.quantities import size
 from planner.stage_cuts import best_cuts, copies_bytes, maxima, sums
 from planner.stage_problem import Assignment, Choice, StageProblem, stage_memory
 
@@ -22,9 +22,9 @@ def memory_message(problem: StageProblem) -> str:
     part, part_bytes = _largest_part(problem, stage, choices)
     capacity_bytes = problem.capacity_bytes[stage]
     return (
-        f"no plan fits: stage {stage} of {problem.stages} needs about {_gib(peak_bytes)} per "
-        f"device with its blocks as small as they get, and {_gib(capacity_bytes)} are usable. "
-        f"Largest part: {part} ({_gib(part_bytes)}). "
+        f"no plan fits: stage {stage} of {problem.stages} needs about {size(peak_bytes)} per "
+        f"device with its blocks as small as they get, and {size(capacity_bytes)} are usable. "
+        f"Largest part: {part} ({size(part_bytes)}). "
         f"Try a smaller micro-batch, or sharding over more devices."
     )
 
@@ -40,9 +40,9 @@ def excess_message(prediction: Prediction) -> str:
     }  # fmt: skip
     name = max(parts, key=lambda part: parts[part])
     return (
-        f"no plan fits: stage {rank} needs {cost.peak_bytes / GIB:.1f} GiB per device, and "
-        f"{prediction.capacity_bytes / GIB:.1f} GiB are usable. Largest part: {name} "
-        f"({parts[name] / GIB:.1f} GiB). Try a smaller micro-batch, or more devices."
+        f"no plan fits: stage {rank} needs {size(cost.peak_bytes)} per device, and "
+        f"{size(prediction.capacity_bytes)} are usable. Largest part: {name} "
+        f"({size(parts[name])}). Try a smaller micro-batch, or more devices."
     )
 
 
@@ -109,7 +109,3 @@ def _largest_part(
         sizes[f"activations of {name} for {held}"] = memory.saved_bytes
         sizes[f"working memory of {run.name}"] = memory.transient_bytes
     return max(sizes.items(), key=lambda item: item[1])
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / GIB:.1f} GiB"

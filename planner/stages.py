@@ -11,7 +11,8 @@ phases the search only bounds.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from time import monotonic
 
@@ -19,8 +20,8 @@ import numpy as np
 
 from ir.errors import Refused
 from planner.stage_cuts import Array, best_cuts, copies_bytes, relaxed_seconds, tail_seconds
-from planner.stage_points import held_run, stage_points
-from planner.stage_problem import Choice, Run, StagePlan, StageProblem, price
+from planner.stage_points import HeldRun, held_run, stage_points
+from planner.stage_problem import Choice, StagePlan, StageProblem, price
 from planner.stage_program import solve_program
 from planner.stage_refusal import memory_message
 
@@ -90,6 +91,7 @@ class StageCosts:
     seconds: Array
     copies: Array
     choices: dict[Stage, tuple[Choice, ...] | None]
+    held: dict[tuple[int, int], HeldRun] = field(default_factory=dict)
 
     @staticmethod
     def relaxed(problem: StageProblem, gap: float) -> "StageCosts":
@@ -115,16 +117,22 @@ class StageCosts:
             self.seconds[same] = max(seconds, self.seconds[same])
             self.choices[same] = choices
 
-    def _alone(self, stage: Stage) -> tuple[tuple[Run, ...], float, int]:
+    def _alone(self, stage: Stage) -> tuple[tuple[HeldRun, ...], float, int]:
         """What the stage holds, the bytes it may fill, and the index of its first run."""
         s, a, b = stage
         inside = self.problem.block_runs[a:b]
         runs = tuple(
-            held_run(self.problem, s, self.problem.runs[r], inside.count(r))
-            for r in sorted(set(inside))
+            replace(self._held(s, r), count=inside.count(r)) for r in sorted(set(inside))
         )
         room_bytes = max(self.problem.capacity_bytes[s] - float(self.copies[a, b]), 1.0)
         return runs, room_bytes, inside[0]
+
+    def _held(self, stage: int, r: int) -> HeldRun:
+        """A block of a run on a stage."""
+        if (stage, r) not in self.held:
+            held_bytes = partial(self.problem.held_bytes, stage)
+            self.held[stage, r] = held_run(self.problem.runs[r], held_bytes)
+        return self.held[stage, r]
 
     def _same_blocks(self, a: int, b: int) -> Iterator[int]:
         """First blocks of the stages with the same blocks as a..b-1: shifts within one run."""

@@ -96,7 +96,7 @@ class Supply:
     def _sharding(self, candidate: Candidate, price_s: float) -> ShardingResult:
         if candidate.mesh.tensor == 1:
             return self.whole
-        count, exchange_s = candidate.micro_batches, self.least.exchange_s(candidate)
+        count, exchange_s = candidate.micro_batches, self.least.state.exchange_s(candidate)
         key = (candidate.mesh.tensor, candidate.rows, count, price_s, exchange_s)
         if key not in self.known_sharded:
             found = self.shardings(candidate)

@@ -39,13 +39,16 @@ class Refusal:
     contradicts: bool = False
 
 
-Planning: TypeAlias = Callable[[Request], Plan]
-"""Raises `UsageError` or `Refused` where it can't."""
+Planning: TypeAlias = Callable[[Request, float], Plan]
+"""Of a request, in at most so many seconds. Raises `UsageError` or `Refused` where it can't."""
 Outcome: TypeAlias = Plan | Refusal | None
 
 
 class Trials:
-    """No request is begun later than `limit_s` after the first."""
+    """No request is begun later than `limit_s` after the first, and the search for one ends then.
+
+    `cut_short`: the outcome of the request whose search the limit ended, if there is one.
+    """
 
     def __init__(
         self, planning: Planning, limit_s: float, clock: Callable[[], float] = time.monotonic
@@ -53,19 +56,26 @@ class Trials:
         self.planning, self.limit_s, self.clock = planning, limit_s, clock
         self.start_s = clock()
         self.known: dict[tuple[object, ...], Plan | Refusal] = {}
+        self.cut_short: Outcome = None
 
     def __call__(self, request: Request) -> Outcome:
         """The outcome of one request."""
         key = (request.cluster, request.global_batch, *sorted(request.pins.items()))
         if key not in self.known:
-            if self.clock() - self.start_s > self.limit_s:
+            left_s = self._left_s()
+            if left_s < 0:
                 return None
-            self.known[key] = self._planned(request)
+            self.known[key] = self._planned(request, left_s)
+            if self._left_s() < 0:
+                self.cut_short = self.known[key]
         return self.known[key]
 
-    def _planned(self, request: Request) -> Plan | Refusal:
+    def _left_s(self) -> float:
+        return self.limit_s - (self.clock() - self.start_s)
+
+    def _planned(self, request: Request, left_s: float) -> Plan | Refusal:
         try:
-            return self.planning(request)
+            return self.planning(request, left_s)
         except DoesNotFit as error:
             return Refusal(str(error), error.shortage)
         except ShardwrightError as error:

@@ -23,6 +23,7 @@ from ir.graph import DTYPE_BYTES, State
 from ir.layout import DATA
 from ir.offload import offloads_optimizer
 from ir.spmd import Spmd, StageCall
+from ir.topology import CPU
 from planner.cost import CostModel
 from planner.exchange_memory import scattering_bytes, tail_of
 from planner.offload import with_hosted_state
@@ -47,7 +48,8 @@ def held_cost(spmd: Spmd, name: str, cost: CostModel, optimizer: str) -> StateCo
     """What holding, syncing and updating one state tensor takes on a stage that has it."""
     divides = spmd.zero_of(name) > 0
     found = (_divided_cost if divides else state_cost)(spmd, name, cost, optimizer)
-    found = replace(found, tail=tail_of(spmd, name, optimizer))
+    on_gpu = cost.cluster.device.name != CPU
+    found = replace(found, tail=tail_of(spmd, name, optimizer, on_gpu=on_gpu))
     return with_hosted_state(found, cost, optimizer) if spmd.is_hosted(name) else found
 
 

@@ -9,7 +9,7 @@ the tensors after the last (the optimizer's too), and whether all replicas are b
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from runtime.errors import Refused, RuntimeFailure
+from runtime.rounding import moved_by_rounding, scale_of
 from runtime.trainer import Trainer, run_threads
 
 TOLERANCE = 1e-9
@@ -252,20 +253,26 @@ class ProgramFailed(RuntimeFailure):
 
 
 def compare(
-    found: Run, wanted: Run, *, update: float = 0.0, tolerance: float = TOLERANCE
-) -> Comparison:
+    found: Run, wanted: Run, *, update: float = 0.0, tolerance: float = TOLERANCE,
+    nudged: Sequence[Run] = (),
+) -> Comparison:  # fmt: skip
     """Relative differences of two runs; a gradient that only one has counts as infinite.
 
-    `update` is the size of one optimizer step (the learning rate): AdamW turns the rounding of a
-    gradient that is zero in truth into a small part of a step, so trained tensors are compared
-    relative to their own size or to a step, whichever is larger.
+    `update` is the size of one optimizer step (the learning rate): trained tensors are compared
+    relative to their own size or to a step, whichever is larger. `nudged`: runs as `wanted` of
+    models that differ in their last bit. Where rounding moves a tensor by a part of its size that
+    counts, differences are relative to that move (`runtime.rounding`).
     """
     pairs = zip(found.losses, wanted.losses, strict=True)
     loss = max((abs(a - b) / max(abs(b), 1e-300) for a, b in pairs), default=0.0)
-    grad, worst_grad = _worst(found.gradients, wanted.gradients)
+    by_gradient = moved_by_rounding([run.gradients for run in nudged], wanted.gradients)
+    by_tensor = moved_by_rounding([run.tensors for run in nudged], wanted.tensors)
+    states = [run.optimizer_state for run in nudged]
+    by_state = moved_by_rounding(states, wanted.optimizer_state)
+    grad, worst_grad = _worst(found.gradients, wanted.gradients, by_gradient)
     param, worst_param = max(
-        _worst(found.tensors, wanted.tensors, update),
-        _worst(found.optimizer_state, wanted.optimizer_state),
+        _worst(found.tensors, wanted.tensors, by_tensor, update),
+        _worst(found.optimizer_state, wanted.optimizer_state, by_state),
     )
     name = worst_grad if grad >= param else worst_param
     loss = loss if all(map(_finite, found.losses)) else float("inf")
@@ -299,9 +306,11 @@ def _finite(value: float) -> bool:
 
 
 def _worst(
-    found: dict[str, Tensor], wanted: dict[str, Tensor], least: float = 0.0
-) -> tuple[float, str]:
-    """(largest relative difference, its tensor). The scale of a tensor is its largest entry."""
+    found: dict[str, Tensor], wanted: dict[str, Tensor], moved: Mapping[str, float],
+    least: float = 0.0,
+) -> tuple[float, str]:  # fmt: skip
+    """(largest relative difference, its tensor). The scale of a tensor is its largest entry,
+    or what rounding moves it by, given by name in `moved`."""
     scale = max((_largest(t) for t in wanted.values()), default=0.0) * NEGLIGIBLE
     scale = max(scale, least)
     errors = {}
@@ -315,7 +324,9 @@ def _worst(
             errors[name] = float("inf")
         elif a.is_floating_point() or a.is_complex():
             difference = _largest(a - b)
-            errors[name] = difference / max(_largest(b), scale, 1e-300) if difference else 0.0
+            size = max(_largest(b), scale, 1e-300)
+            counted = scale_of(size, moved.get(name, 0.0), TOLERANCE)
+            errors[name] = difference / counted if difference else 0.0
         else:
             errors[name] = 0.0 if torch.equal(a, b) else float("inf")
     errors = {n: e if e == e else float("inf") for n, e in errors.items()}

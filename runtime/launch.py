@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, TypeAlias
 
+from runtime.arguments import count
 from runtime.errors import RankFailed, UsageError, run_main
 from runtime.layout import load_layout
 
@@ -200,7 +201,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m runtime.launch", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder of an emitted program")
-    parser.add_argument("--nproc", type=int, help="ranks to start (default: as planned)")
+    parser.add_argument("--nproc", type=count, help="ranks to start (default: as planned)")
     parser.add_argument("argv", nargs="*", help="arguments for train.py, after --")
     given = parser.parse_args()
     launch(given.folder, given.nproc, given.argv)

@@ -3,11 +3,13 @@
 SGD and AdamW work element by element, so a shard is updated exactly as that part of the whole
 parameter would be, and so is a flat piece of one, where ZeRO divides. State of an entry that is
 `hosted` lies in host memory and comes to the device for its parameter's update alone. Options are
-torch's, with torch's defaults; an unknown one is a UsageError.
+torch's, with torch's defaults; an unknown one is a UsageError. Of torch's implementations the one
+is taken that the plan counts (`implementation`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -46,6 +48,13 @@ class _Part:
                     slots[name] = change(held)
 
 
+def implementation(parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """One fused kernel on GPUs, which needs no memory of its own; else one parameter after the
+    other. torch's own choice on GPUs makes temporaries of all parameters at once."""
+    is_fused = all(p.is_cuda and p.is_floating_point() for p in parameters)
+    return {"fused": True} if is_fused else {"foreach": False}
+
+
 def _groups(state: State) -> Iterator[tuple[list[torch.Tensor], bool]]:
     """The parameters that are updated together, and each that has its state in host memory."""
     pairs = list(zip(state.entries, state.updated, strict=True))
@@ -65,11 +74,14 @@ class LocalOptimizer:
         if unknown := sorted(set(options) - set(allowed)):
             raise UsageError(f"{name} has no option {unknown}; it has {list(allowed)}.")
         self._state = state
+        infinite = [k for k, v in options.items() if isinstance(v, float) and not isfinite(v)]
+        if infinite:
+            raise UsageError(f"{name}: {infinite[0]} is {options[infinite[0]]}; give a finite one.")
         self._name, self._has_momentum = name, bool(options.get("momentum"))
         self._parameters = state.updated
         try:
             self._parts = [
-                _Part(kind(group, **options), hosted=hosted)
+                _Part(kind(group, **implementation(group), **options), hosted=hosted)
                 for group, hosted in _groups(state) if group
             ]  # fmt: skip
         except ValueError as error:
@@ -84,7 +96,9 @@ class LocalOptimizer:
             part.step()
 
     def set_learning_rate(self, lr: float) -> None:
-        """The learning rate of the following steps."""
+        """The learning rate of the following steps: finite, and not below zero."""
+        if not (isfinite(lr) and lr >= 0):
+            raise UsageError(f"the learning rate is {lr}; give a number from 0.")
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 group["lr"] = lr

@@ -7,6 +7,7 @@ whose tensors are cut to this rank's share at the start and not touched again un
 
 import threading
 from collections.abc import Callable, Mapping
+from math import inf
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -61,7 +62,7 @@ class Trainer:
                 f"program.py has {len(program.STAGES)} stages and layout.json "
                 f"{len(self.layout.stages)}; they don't belong together. Emit the program again."
             )
-        if clip_norm is not None and clip_norm <= 0:
+        if clip_norm is not None and not 0 < clip_norm < inf:
             raise UsageError(f"clip_norm is {clip_norm}; give a positive norm, or None.")
         constants = getattr(program, "CONSTANTS", {})
         self.state = build_state(

@@ -1,5 +1,10 @@
 """What makes no sense is refused before the model is read, with the place and what is legal."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 import calibration
@@ -34,6 +39,8 @@ REFUSED = [
     (["predict", "HERE/rows.csv", "--out", "HERE/no/p.csv"], "there is no folder"),
     (["predict", "HERE/rows.csv", "--out", "HERE/p.csv", "--explain", "x"], "--out: --explain"),
     (["calibrate", "--out", "HERE/no/m.yaml"], "there is no folder"),
+    (["calibrate", "--cluster", "2xA100-80GB", "--quick"], "with --cluster nothing is measured"),
+    (["calibrate", "--cluster", "2xA100-80GB", "--processes", "2"], "--processes: with --cluster"),
     (["calibrate", "--out", "HERE/m.txt"], "a cluster file is called .yaml"),
     (["calibrate", "--out", "HERE/m.yaml", "--nccl-tests", "HERE/no.txt"], "no.txt: No such file"),
     (["plan", "MODEL", *LOCAL, "--pin", "tensor=3"], "pin tensor=3: 4 devices can't be split in 3"),
@@ -138,3 +145,38 @@ def test_a_fixed_batch_names_the_line_that_fixes_it(command, tmp_path):  # noqa:
     asked = ("--cluster", "local:2", "--pin", "schedule=interleaved")
     code, _, error = command("plan", f"{path}:build", *asked)
     assert code == 3 and "a step is one micro-batch. Use schedule=1f1b" in error
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1e-3", "much"])
+def test_a_rate_that_trains_nothing_is_no_argument(command, model, idle, value):  # noqa: F811
+    code, _, error = command("run", model, *LOCAL, f"--lr={value}")
+    assert code == 2 and f"--lr: '{value}' is not a number from 0" in error
+
+
+COUNTS = [
+    ("plan", flag) for flag in ("--seq", "--batch", "--global-batch", "--micro-batches",
+                                "--time-limit")
+] + [("run", "--steps"), ("check", "--devices"), ("explain", "--time-limit")]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "1.5", "²"])
+@pytest.mark.parametrize(("name", "flag"), COUNTS)
+def test_counts_are_whole_numbers_from_1(command, model, idle, name, flag, value):  # noqa: F811
+    code, _, error = command(name, model, f"{flag}={value}")
+    assert code == 2 and f"{flag}: '{value}' is not a whole number from 1" in error
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--lr=nan"], "--lr: 'nan' is not a number from 0"),
+    (["--clip-norm=0"], "--clip-norm: '0' is not a number above 0"),
+    (["--clip-norm=inf"], "--clip-norm: 'inf' is not a number above 0"),
+    (["--every=0"], "--every: '0' is not a whole number from 1"),
+    (["--steps=-1"], "--steps: '-1' is not a whole number from 1"),
+])  # fmt: skip
+def test_an_emitted_program_takes_the_same_numbers(command, model, tmp_path, words, said):  # noqa: F811
+    folder = tmp_path / "program"
+    assert command("emit", model, "--cluster", "local:1", "--out", folder)[0] == 0
+    path = os.environ | {"PYTHONPATH": str(Path(shardwright.__file__).parent)}
+    asked = [sys.executable, folder / "train.py", *words]
+    ended = subprocess.run(asked, capture_output=True, text=True, env=path)
+    assert ended.returncode == 2 and said in ended.stderr

@@ -157,6 +157,27 @@ def batch_norm(
     return _affine(offset * torch.rsqrt(spread.reshape(shape) + eps), weight, bias)
 
 
+@lifts(aten.instance_norm.default)
+def instance_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
+    use_input_stats: bool, momentum: float, eps: float, cudnn_enabled: bool = True,
+) -> Tensor:  # fmt: skip
+    """Statistics of each row and channel by itself: rows stay cut. torch's own decomposition is a
+    batch norm in which rows are channels, which no rule can tell from one over rows."""
+    if not use_input_stats:
+        return batch_norm(x, weight, bias, mean, var, False, momentum, eps)
+    pieces = x.reshape(*x.shape[:2], -1)
+    if mean is not None and var is not None:
+        rows, count = x.shape[0], pieces.shape[-1]
+        center = mean_dim(pieces, [-1], True).detach()
+        offset = pieces.detach() - center
+        unbiased = (offset * offset).sum(-1) / (count - 1)
+        mean.mul_(1 - momentum).add_(center.squeeze(-1).sum(0) / rows * momentum)
+        var.mul_(1 - momentum).add_(unbiased.sum(0) / rows * momentum)
+    y = ops.normalize(pieces, 1, float(eps))[0].reshape(x.shape)
+    return _affine(y, weight, bias)
+
+
 # means are sums: a mean over a sharded or micro-batched dim would be a mean of means
 
 

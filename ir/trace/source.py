@@ -1,6 +1,7 @@
 """Where a traced node comes from: the module path and the line of the user's code.
 
-Input: an fx node with the metadata of torch.export. Output: a `Source`.
+Input: an fx node with the metadata of torch.export. Output: a `Source`. One call of the user, such
+as batch_norm, becomes several nodes; all have its name.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ OWN_HOME = str(Path(__file__).parent)
 
 
 def source_of(node: FxNode) -> Source:
-    """Module path and `file:line` of the user's code behind a traced node."""
+    """Module path, `file:line` and function of the user's code behind a traced node."""
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     path = path.removeprefix("model").removeprefix(".")
+    function = (node.meta.get("torch_fn") or ("", ""))[1].rpartition(".")[2]
     for text in reversed((node.meta.get("stack_trace") or "").splitlines()):
         text = text.strip()
         if text.startswith("File") and TORCH_HOME not in text and OWN_HOME not in text:
             file, line = text.split('"')[1], text.split("line ")[1].split(",")[0]
-            return Source(path, f"{file.rsplit('/', 1)[-1]}:{line}")
-    return Source(path)
+            return Source(path, f"{file.rsplit('/', 1)[-1]}:{line}", function)
+    return Source(path, "", function)

@@ -94,7 +94,18 @@ def test_batch_statistics_need_all_rows() -> None:
     graph = traced(function)
     reason = needs_whole_batch(graph, flow(graph))
     assert reason and "needs all rows of the batch at once" in reason
-    assert reason.startswith("norm (")
+    assert reason.startswith("norm (") and "): batch_norm in training mode needs" in reason
+
+
+def test_what_needs_all_rows_has_its_name_in_the_model() -> None:
+    for name, function in {
+        "std": lambda model, x: ((x @ model.weight) / (x @ model.weight).std(0)).square().mean(),
+        "normalize": lambda model, x: functional.normalize(x @ model.weight, dim=0).sum().exp(),
+        "softmax": lambda model, x: (x @ model.weight).softmax(0).square().mean(),
+    }.items():
+        graph = traced(function)
+        reason = needs_whole_batch(graph, flow(graph))
+        assert reason and f"): {name} needs all rows of the batch at once" in reason
 
 
 def test_what_depends_on_inputs_alone_may_be_computed_early() -> None:

@@ -1,12 +1,11 @@
 """What explanations say: against plans made by hand, and where the answer is known."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from small_models import chain, products, whole
+from small_models import chain, products
 
 from ir.cluster import GIB, Cluster
 from ir.cluster_change import changed
@@ -14,9 +13,14 @@ from ir.errors import Refused, UsageError
 from ir.graph import Graph
 from ir.plan import Plan
 from planner import plan
-from planner.alternatives import Difference, Moved, compare, decisions, neighbours
+from planner.alternatives import (
+    Difference,
+    Moved,
+    compare,
+    decisions,
+    neighbours,
+)
 from planner.explanation import Explanation, explain_request
-from planner.explanation_text import explanation_text
 from planner.shortage import DoesNotFit
 from planner.trials import Planning, Refusal, Request, Trials
 
@@ -26,9 +30,10 @@ OWN = {"schedule": "1f1b", "zero": 0, "micro_batches": 2}
 
 
 def planning_of(graph: Graph) -> Planning:
-    return lambda request: plan(
-        graph, request.cluster, global_batch=request.global_batch, pin=request.pins
-    )
+    return lambda request, left_s: plan(
+        graph, request.cluster, global_batch=request.global_batch, pin=request.pins,
+        time_limit_s=left_s,
+    )  # fmt: skip
 
 
 def explained(graph: Graph, cluster: Cluster, pins: Mapping[str, Any], **asked: Any) -> Explanation:
@@ -218,77 +223,6 @@ def test_a_batch_that_keeps_degrees_out_is_a_constraint() -> None:
     assert "4 do not divide 6 rows; with 8, per row: " in str(told)
 
 
-# nothing fits
-
-
-SCARCE = {"pipeline": 1, "data": 1, "micro_batches": 1, "recompute": "none", "offload": "none"}
-
-
-def scarce(memory_GiB: float) -> Cluster:
-    cluster = Cluster.parse("2xH100-SXM")
-    size = int(memory_GiB * GIB)
-    return replace(cluster, device=replace(cluster.device, memory_bytes=size, reserve_bytes=0))
-
-
-@pytest.fixture(scope="module")
-def missing() -> Explanation:
-    return explained(chain(depth=2, width=256, hidden=1024, seq=64), scarce(0.0105), SCARCE)
-
-
-def test_what_is_missing_adds_up(missing: Explanation) -> None:
-    shortage = missing.shortage
-    assert missing.plan is None and shortage is not None
-    assert shortage.need_bytes > shortage.capacity_bytes
-    chosen = sum(part.size_bytes for part in shortage.violated)
-    assert shortage.capacity_bytes < chosen <= shortage.need_bytes
-    fewer = sorted((part.size_bytes for part in shortage.parts), reverse=True)
-    assert sum(fewer[: len(shortage.violated) - 1]) <= shortage.capacity_bytes  # none is too many
-    assert [part.size_bytes for part in shortage.largest] == sorted(
-        (part.size_bytes for part in shortage.largest), reverse=True
-    )
-    assert any(part.name.startswith("layers.*.up.weight") for part in shortage.largest)
-
-
-def test_every_remedy_plans_when_it_is_tried(missing: Explanation) -> None:
-    big = chain(depth=2, width=256, hidden=1024, seq=64)
-    fitting = [item for item in missing.remedies if item.fits]
-    assert {"free", "nodes", "memory"} <= {item.kind for item in fitting}
-    for item in fitting:
-        cluster, pins = scarce(0.0105), dict(SCARCE)
-        if item.kind in ("nodes", "memory"):
-            cluster = changed(cluster, {item.kind: item.change})
-        pins = {key: value for key, value in pins.items() if key not in item.released}
-        made = plan(big, cluster, global_batch=8, pin=pins)
-        assert made == item.outcome
-        assert made.prediction.peak_bytes <= made.prediction.capacity_bytes
-
-
-def test_what_was_tried_in_vain_says_by_how_much(missing: Explanation) -> None:
-    text = explanation_text(missing)
-    assert text.startswith("no plan fits\n") and "what would fit, each planned" in text
-    vain = [item for item in missing.remedies if not item.fits]
-    assert not vain or "does not fit: " in text
-    found = json.loads(json.dumps(missing.to_json()))
-    assert found["status"] == "refused" and found["reason"].startswith("no plan fits: stage 0")
-    assert {"kind", "change", "status"} <= found["remedies"][0].keys()
-
-
-def test_a_batch_that_can_not_be_split_can_be_smaller() -> None:
-    graph = whole()
-    need = plan(graph, scarce(1), global_batch=64).prediction.peak_bytes / GIB
-    trials = Trials(planning_of(graph), 600)
-    told = explain_request(Request(scarce(0.5 * need), 64, {}), trials)
-    kinds = {item.kind: item for item in told.remedies if item.fits}
-    assert "batch" in kinds and int(kinds["batch"].change) < 64
-    assert "which trains differently" in str(told)
-
-
-def test_more_nodes_free_the_degrees_that_filled_the_old_ones(missing: Explanation) -> None:
-    (nodes,) = [item for item in missing.remedies if item.kind == "nodes" and item.fits]
-    assert isinstance(nodes.outcome, Plan)
-    assert nodes.outcome.mesh.size == 2 * int(nodes.change)
-
-
 # limits and mistakes
 
 
@@ -301,10 +235,48 @@ def test_nothing_is_begun_after_the_time_limit() -> None:
     assert left and "not tried: the time limit was reached" in str(told)
 
 
+class Clock:
+    """Moved by hand."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_each_planning_has_the_time_that_is_left_and_the_last_is_said(graph: Graph) -> None:
+    clock, given = Clock(), list[float]()
+
+    def planning(request: Request, left_s: float) -> Plan:
+        given.append(left_s)
+        clock.now_s += 4
+        return plan(graph, request.cluster, global_batch=8, pin=request.pins)
+
+    told = explain_request(Request(PAIR, 8, OWN), Trials(planning, 10, clock))
+    assert given == [10, 6, 2] and told.plan is not None
+    tried = [item.outcome for item in told.alternatives if item.outcome is not None]
+    assert [told.is_cut_short(outcome) for outcome in tried] == [False, True]
+    assert str(told).count("but the time limit ended its search") == 1
+    cut = [item.get("cut_short", False) for item in told.to_json()["alternatives"]]
+    assert cut.count(True) == 1 and "not tried: the time limit was reached" in str(told)
+
+
+def test_a_plan_that_the_limit_ended_says_so(graph: Graph) -> None:
+    clock = Clock()
+
+    def planning(request: Request, left_s: float) -> Plan:
+        clock.now_s += 11
+        return plan(graph, request.cluster, global_batch=8, pin=request.pins)
+
+    told = explain_request(Request(PAIR, 8, OWN), Trials(planning, 10, clock))
+    assert "the limit of 10 s ended its search" in str(told)
+    assert told.to_json()["plan"]["cut_short"]
+
+
 def test_the_same_request_is_planned_once() -> None:
     count = []
 
-    def planning(request: Request) -> Plan:
+    def planning(request: Request, left_s: float) -> Plan:
         count.append(request)
         raise Refused("no")
 
@@ -333,7 +305,7 @@ def test_the_same_request_is_planned_once() -> None:
 def test_a_question_that_makes_no_sense_is_refused_before_any_work(
     asked: Mapping[str, Any], message: str
 ) -> None:
-    def planning(request: Request) -> Plan:
+    def planning(request: Request, left_s: float) -> Plan:
         raise AssertionError("planned first")
 
     with pytest.raises(UsageError, match=message):

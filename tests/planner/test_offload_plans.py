@@ -67,6 +67,17 @@ def test_state_crosses_the_link_twice(heavy: Graph, zero: int) -> None:
     assert on_host.sync_s == on_device.sync_s
 
 
+def test_an_update_makes_tensors_on_a_cpu_and_none_on_a_gpu(heavy: Graph) -> None:
+    """As `runtime.optimizers.implementation` takes the one or the other of torch."""
+    whole = spmd(heavy, best(heavy, devices=2, data=2, zero=0, **PINNED))
+    item = max(heavy.state, key=lambda state: state.type.bytes(1))
+    update_bytes = [
+        held_cost(whole, item.name, Roofline(hardware, Mesh(1, 2, 1)), "adamw").tail.update_bytes
+        for hardware in (cluster(2), Cluster.parse("2xH100-SXM"))
+    ]
+    assert update_bytes == [2 * item.type.bytes(1), 0]
+
+
 def test_least_costs_bound_every_tensor(heavy: Graph) -> None:
     found = spmd(heavy, best(heavy, devices=2, data=2, zero=1, offload="optimizer", **PINNED))
     cost = Roofline(cluster(2), Mesh(1, 2, 1))
@@ -163,7 +174,7 @@ def test_the_devices_of_a_node_share_its_memory() -> None:
 
 def test_a_host_that_is_too_small_is_refused(heavy: Graph) -> None:
     small = cluster(1, host=Host(LINK_BYTES_PER_S, 2**20))
-    with pytest.raises(Refused, match=r"takes .* GiB of the host of node 0"):
+    with pytest.raises(Refused, match=r"takes .* MiB of the host of node 0"):
         plan(heavy, small, global_batch=8, pin={"offload": "optimizer"})
 
 

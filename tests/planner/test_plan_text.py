@@ -51,6 +51,7 @@ def test_the_text_has_no_address_and_no_trailing_space() -> None:
 def test_units() -> None:
     assert [duration(s) for s in (1.5, 0.0123, 1.5e-6)] == ["1.500 s", "12.3 ms", "1.5 µs"]
     assert [size(b) for b in (1024, 3 * 2**20, 2**31)] == ["1.0 KiB", "3.0 MiB", "2.0 GiB"]
+    assert [size(b) for b in (0, 7, 1023, -(2**31))] == ["0 B", "7 B", "1023 B", "-2.0 GiB"]
 
 
 def test_paths_of_a_repeated_block_share_a_pattern() -> None:

@@ -152,6 +152,8 @@ def test_a_model_that_needs_the_whole_batch_gets_one_micro_batch() -> None:
     assert any(note.startswith("one micro-batch only") for note in made.approximations)
     with pytest.raises(Refused, match="all rows of the batch at once"):
         plan(whole(), Cluster.local(2), global_batch=8, pin={"micro_batches": 2})
+    with pytest.raises(Refused, match="batch can't be cut: .*all rows of the batch at once. So a "):
+        plan(whole(), Cluster.local(4), global_batch=8, pin={"schedule": "interleaved"})
 
 
 def test_what_does_not_fit_is_refused_with_its_largest_part() -> None:

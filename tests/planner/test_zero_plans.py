@@ -218,7 +218,8 @@ def test_the_stage_problem_prices_what_the_prediction_does(graph: Graph, zero: i
         graph, batch_flow, kinds, unsharded(graph, kinds), candidate.degrees, COST,
         best_menu("none"),
     )  # fmt: skip
-    stages = plan_stages(_Evaluation(work, candidate, found, COST)._problem(2**30))
+    problem = _Evaluation(work, candidate, found, COST)._problem()
+    stages = plan_stages(dataclasses.replace(problem, capacity_bytes=(2.0**30,) * problem.stages))
     prediction = evaluate(work, candidate, found, COST).prediction
     assert stages.step_s == pytest.approx(prediction.step_s)
     adding_maxima = stages.stage_memory[0].peak_bytes  # where the prediction walks

@@ -8,7 +8,7 @@ import torch
 
 from runtime.host import Hosted
 from runtime.layout import parse_layout
-from runtime.optimizers import LocalOptimizer
+from runtime.optimizers import LocalOptimizer, implementation
 from runtime.state import State
 
 CASES = [
@@ -99,3 +99,28 @@ def test_state_on_the_host_gives_the_same_bits(name, options):
     assert all(map(torch.equal, near, far))
     for slots in theirs.local_state().values():
         assert all(isinstance(held, Hosted) for slot, held in slots.items() if slot != "step")
+
+
+def test_the_implementation_is_the_one_that_plans_count():
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    real, gpu = torch.ones(2), torch.ones(2).as_subclass(OnGpu)
+    assert implementation([real]) == implementation([gpu, real]) == {"foreach": False}
+    assert implementation([gpu]) == {"fused": True}
+    assert implementation([gpu.to(torch.complex64)]) == {"foreach": False}
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_fused_updates_are_the_same(name, options, monkeypatch):
+    entries, options = (entry("x"),), dict(options)
+    found = []
+    for chosen in ({"foreach": False}, {"fused": True}):
+        monkeypatch.setattr("runtime.optimizers.implementation", lambda group, c=chosen: c)
+        x = drawn(8, 6)
+        state = State((replace(entries[0], hosted=name == "adamw"),), (x,), (torch.zeros_like(x),))
+        ours = LocalOptimizer(name, state, options)
+        for gradient in drawn(5, 8, 6):
+            ours.step((gradient,))
+        found.append(x)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)

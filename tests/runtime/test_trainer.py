@@ -150,7 +150,10 @@ def test_another_model_is_refused(make, message):
         ({"optimizer": "lion"}, "unknown optimizer"),
         ({"optimizer_options": {"momentum": 0.9}}, "has no option"),
         ({"optimizer_options": {"lr": -1.0}}, "refused its options"),
+        ({"optimizer_options": {"lr": float("nan")}}, "lr is nan"),
+        ({"optimizer_options": {"lr": float("inf")}}, "lr is inf"),
         ({"clip_norm": 0.0}, "positive norm"),
+        ({"clip_norm": float("nan")}, "positive norm"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

@@ -1,0 +1,83 @@
+"""Gradients that are zero but for rounding: no mismatch; differences that are none: one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from checking import check
+from runtime.compare import Training, compare, run_plain, widened, widened_batch
+from runtime.models import Loaded
+from runtime.rounding import MOST_WIDER, NUDGES, nudged, scale_of
+
+TRAINING = Training(2)
+
+
+class Cancelling(nn.Module):
+    """Two convolutions whose biases the batch norms take out again."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.down_norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.up, self.up_norm = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = torch.relu(self.down_norm(self.down(x)))
+        x = torch.relu(self.up_norm(self.up(x)))
+        return self.out(x.mean((2, 3))).square().mean()
+
+
+def case():
+    torch.manual_seed(0)
+    return Cancelling(), (torch.randn(8, 3, 16, 16),)
+
+
+def identity(loss):
+    return loss
+
+
+@pytest.fixture(scope="module")
+def runs():
+    model, batch = case()
+    wide, wide_batch = widened(model), widened_batch(batch)
+    models = [wide, *(nudged(wide, n) for n in range(NUDGES))]
+    first, *others = (run_plain(m, wide_batch, {}, identity, TRAINING) for m in models)
+    return first, others
+
+
+def test_the_bias_before_a_batch_norm_is_no_mismatch():
+    model, batch = case()
+    loaded = Loaded(model, batch, {}, None, "cancelling")
+    for result in check(loaded, 2):
+        assert result["status"] == "ok", result
+
+
+def status(runs, **changed):
+    plain, others = runs
+    found = replace(plain, **changed)
+    return compare(found, plain, update=TRAINING.lr, nudged=others).status
+
+
+@pytest.mark.parametrize("relative", [1e-6, 1e-8])
+@pytest.mark.parametrize("name", ["down.weight", "up_norm.bias", "out.weight"])
+def test_a_gradient_that_is_off_is_caught(runs, name, relative):
+    gradients, tensors = runs[0].gradients, runs[0].tensors
+    off = gradients | {name: gradients[name] * (1 + relative)}
+    assert status(runs, gradients=off) == "mismatch"
+    assert status(runs, tensors=tensors | {name: tensors[name] * (1 + relative)}) == "mismatch"
+    assert status(runs) == "ok"
+
+
+def test_a_gradient_that_should_be_zero_and_is_not_is_caught(runs):
+    gradients = runs[0].gradients
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    off = gradients | {"up.bias": gradients["up.bias"] + 1e-12 * largest}
+    assert status(runs, gradients=off) == "mismatch"
+
+
+def test_a_model_that_jumps_is_compared_all_the_same():
+    assert scale_of(2.0, 1e-16, 1e-9) == 2.0
+    assert scale_of(2.0, 1e-3, 1e-9) == 2.0 * MOST_WIDER
+    assert scale_of(2.0, float("inf"), 1e-9) == scale_of(2.0, float("nan"), 1e-9) == 2.0

@@ -25,9 +25,9 @@ EVENLY: Rates = tuple(float(name in PHASES and name != "early") for name in RATE
 """Every phase of a micro-batch once."""
 WITH_EARLY: Rates = tuple(float(name in PHASES) for name in RATES)
 """The same with what precedes the first one."""
-CLOSE = 0.002
+CLOSE = 0.003
 """Relative; how near a lower bound of a total has to be to an upper one to do for it."""
-ROUGH = 0.01
+ROUGH = 0.02
 """The same, for a first look."""
 PRICES, FEW_PRICES = 4, 2
 """Lines of the curve of a block that repeats, and of one that does not."""

@@ -7,8 +7,8 @@ All devices are useless where they can't share the work: 7 of them a batch of 8,
 64. Where they can, a mesh of fewer devices does nothing that one of all devices doesn't do with
 more, so it is left out if a larger mesh *covers* it: has more than half its degree on every axis.
 Within such a step larger meshes trade one axis for another. What a larger mesh loses by its traffic
-is looked at when there is a plan (`planner.options`). Where nodes hold different devices, all nodes
-of each faster kind are looked at alone.
+alone is not looked at: over a slow network one node can be faster than two. Where nodes hold
+different devices, all nodes of each faster kind are looked at alone.
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 
 from ir.cluster import Cluster, Mesh
 from ir.errors import Refused
-from ir.plan import Prediction
-from ir.seats import seats, shares_cores
 from planner.approximations import divides_something
 from planner.fewer_devices import Shares, fewer_devices, tensor_degrees
 from planner.pins import Candidate, Pins, candidates, meshes, zero_stages
@@ -61,18 +59,6 @@ class Options:
         degrees = tensor_degrees(self.work.kinds, self.cluster.n_devices)
         shares = Shares(len(self.work.graph.calls), rows, degrees, self._is_usable)
         return fewer_devices(self.cluster, self.pins, whole, shares)
-
-    def half(self, found: Prediction, mesh: Mesh) -> int | None:
-        """Half of a plan's devices, if it waits for more than half of its step: only then can they
-        be faster, which take twice as long for the rest."""
-        cluster, pins = self.cluster, self.pins
-        busy_s, where = found.compute_s + found.optimizer_s, seats(cluster, mesh.size)
-        is_free = not (pins.pipeline and pins.data and pins.tensor) and not shares_cores(cluster)
-        if where is None or not is_free or found.step_s <= 2 * busy_s:
-            return None
-        nodes, per_node = where.nodes, where.per_node
-        size = nodes // 2 * per_node if nodes > 1 else per_node // 2
-        return size if size and seats(cluster, size) else None
 
     def on(self, devices: int) -> list[Mesh]:
         """The meshes of so many devices that have candidates."""

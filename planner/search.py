@@ -61,8 +61,6 @@ SLACK = 0.003
 """Less recomputation than this part of a step is not worth a sharding that holds less."""
 PATIENCE = 8
 """The same since the last one that was better by a fifth of the gap."""
-MOST_HALVED = 6
-"""The same on half of the devices of the best plan."""
 MOST_REFUSALS = 40
 """Candidates that turn out not to fit before the same."""
 MOST_PRICES = 4
@@ -177,7 +175,6 @@ class _Search:
         self.supply = Supplies(Supply(work, cluster, pins, is_whole_batch=reason is not None))
         self.bounds = PlacedBounds(self.supply)
         self.offload = OffloadChoice(pins.offload, self.bounds.least)
-        self.most_evaluations = MOST_EVALUATIONS
         self.evaluations = self.refusals = self.patient_since = 0
         self.patient_s = inf
         self.too_large: list[Candidate] = []
@@ -187,7 +184,6 @@ class _Search:
         first ones, if any of them fits."""
         everything, best = list(self._candidates()), _Best()
         bound_s = self._improve(best, everything)
-        bound_s = self._halved(best, bound_s, everything)
         more = self.offload.more(everything, best.found)
         is_plain = best.found is not None
         offloaded_s = self._improve(best, more)
@@ -203,23 +199,6 @@ class _Search:
                 raise no_sizes(self.work.graph, self.pins, self.cluster.n_devices, rows)
             raise self._nothing_fits(everything + more)
         return self._bounded(best.found, bound_s)
-
-    def _halved(self, best: _Best, bound_s: float, known: list[Candidate]) -> float:
-        """Adds candidates on half the devices of the best plan, and again, as long as that is
-        better; the least bound that is left of all."""
-        while found := best.found:
-            devices = self.options.half(found.prediction, found.candidate.mesh)
-            if devices is None:
-                break
-            halves, word = self.options.of(self.options.on(devices)), self.offload.words[0]
-            new = [c for c in (replace(c, offload=word) for c in halves) if c not in known]
-            self.patient_since = self.evaluations
-            self.most_evaluations = self.evaluations + MOST_HALVED
-            bound_s = min(bound_s, self._improve(best, new))
-            known += new
-            if best.found is found:
-                break
-        return bound_s
 
     def _improve(self, best: _Best, options: list[Candidate]) -> float:
         """Best first: of all candidates the one of the least bound is bounded more closely, and
@@ -255,7 +234,7 @@ class _Search:
         if best.step_s < (1 - GAP / 5) * self.patient_s:
             self.patient_s, self.patient_since = best.step_s, self.evaluations
         return (
-            self.evaluations < min(self.most_evaluations, self.patient_since + PATIENCE)
+            self.evaluations < min(MOST_EVALUATIONS, self.patient_since + PATIENCE)
             and self.refusals < MOST_REFUSALS
         )
 

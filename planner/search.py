@@ -345,6 +345,8 @@ class _Search:
             self.too_large.append(candidate)
         self.offload.tried[candidate] = fits
         self.evaluations += fits
+        if fits and candidate.mesh.size < self.cluster.n_devices:
+            self.patient_since += 1  # what leaves devices idle takes nothing from the others
         self.refusals += not fits
         return fits
 

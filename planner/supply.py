@@ -6,13 +6,16 @@ what the bounds are made of. Shared by all candidates with the same local shapes
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from ir.cluster import Cluster, Mesh
+from ir.device import Device
 from ir.lower import Degrees, Lowered
 from ir.offload import offloads_activations
 from planner.calibrated import cost_model
+from planner.cost import CostModel
 from planner.least_costs import LeastCosts
 from planner.offload import hosting_of
 from planner.pieces import Pieces, best_menu, priced, whole, with_menus
@@ -22,12 +25,15 @@ from planner.workload import Workload
 
 
 class Supply:
-    """`is_whole_batch`: the model needs all rows at once, so that its blocks depend on the mesh."""
+    """`is_whole_batch`: the model needs all rows at once, so that its blocks depend on the mesh.
+    `device`: in every place of its candidates; the cluster's, if it is not given."""
 
     def __init__(
-        self, work: Workload, cluster: Cluster, pins: Pins, *, is_whole_batch: bool
-    ) -> None:
+        self, work: Workload, cluster: Cluster, pins: Pins, *, is_whole_batch: bool,
+        device: Device | None = None,
+    ) -> None:  # fmt: skip
         self.work, self.cluster, self.pins = work, cluster, pins
+        self.device = device or cluster.device
         self.is_whole_batch = is_whole_batch
         self.known_shardings: dict[tuple[int, int], Shardings] = {}
         self.known_sharded: dict[tuple[int, int, int, float, float], ShardingResult] = {}
@@ -41,7 +47,9 @@ class Supply:
     def alone(self, rows: int) -> Pieces:
         """The pieces of one device."""
         if rows not in self.known_alone:
-            self.known_alone[rows] = self._priced(Candidate(Mesh(), 1, "1f1b", rows), self.whole)
+            alone, cluster = Mesh(), replace(self.cluster, device=self.device, nodes=())
+            candidate, cost = Candidate(alone, 1, "1f1b", rows), cost_model(cluster, alone)
+            self.known_alone[rows] = self._priced(candidate, self.whole, cost)
         return self.known_alone[rows]
 
     def lowered(self, rows: int, data: int, micro_batches: int) -> tuple[Lowered, ...]:
@@ -65,9 +73,11 @@ class Supply:
             self.known_pieces[key] = with_menus(found, graph, self.work.kinds, menu_of)
         return self.known_pieces[key]
 
-    def _priced(self, candidate: Candidate, result: ShardingResult) -> Pieces:
+    def _priced(
+        self, candidate: Candidate, result: ShardingResult, cost: CostModel | None = None
+    ) -> Pieces:
         """Pieces without their menus."""
-        work, cost = self.work, cost_model(self.cluster, candidate.mesh)
+        work, cost = self.work, cost or cost_model(self.cluster, candidate.mesh)
         return priced(work.graph, work.flow, work.kinds, result, candidate.degrees, cost)
 
     @cached_property
@@ -92,6 +102,20 @@ class Supply:
             found = self.shardings(candidate)
             self.known_sharded[key] = found.cheapest(count, price_s, exchange_s=exchange_s)
         return self.known_sharded[key]
+
+    def elsewhere(self, device: Device) -> Supply:
+        """For tensor groups that lie in another way; what the same device has is kept together."""
+        other = Supply(
+            self.work, self.cluster, self.pins, is_whole_batch=self.is_whole_batch, device=device
+        )
+        if device != self.device:
+            return other
+        other.known_alone = self.known_alone
+        other.least = replace(
+            other.least, known_frontiers=self.least.known_frontiers,
+            known_crossings=self.least.known_crossings, known_left=self.least.known_left,
+        )  # fmt: skip
+        return other
 
     @cached_property
     def whole(self) -> ShardingResult:

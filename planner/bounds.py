@@ -146,25 +146,32 @@ class Bounds:
 
     def _cuts_s(self, candidate: Candidate) -> float:
         """By the best cuts into ranks or, for ranks of several stages, the best share of blocks."""
-        problem = self._problem(candidate)
-        sharing = self._sharing(candidate)
         if candidate.virtual_stages > 1:
-            ranks = range(candidate.mesh.pipeline)
-            moments = [self.least.moments(candidate, rank) for rank in ranks]
-            pace_s, state = least_pace_s(problem, moments), self.least.state.total(candidate)
-            sum_s = sum(r.count * min(_seconds(p) for p in r.points) for r in problem.runs)
-            sum_s += sum(problem.exposed_send_s(rank) for rank in ranks)
-            once_s = (state.sync_s + state.update_s) / len(ranks)
-            return self._step_s(candidate, pace_s, sum_s) + once_s
+            return self._shares_s(candidate)
+        problem, sharing = self._problem(candidate), self._sharing(candidate)
         seconds, tails = relaxed_seconds(problem), tail_seconds(problem)
         if splits_backward(candidate.schedule):
             return self._split_s(candidate, problem, least_maximum(seconds))
         cuts = best_cuts(seconds, tails, candidate.micro_batches)
         return inf if cuts is None else float(cuts.cost_s) / sharing
 
+    def _shares_s(self, candidate: Candidate) -> float:
+        """By the best share of the blocks for ranks of several stages. The exchange of gradients of
+        repeated blocks is in their seconds: the slowest rank has its own."""
+        least, ranks = self.least, range(candidate.mesh.pipeline)
+        is_one = candidate.mesh.tensor == 1 or candidate.zero > 1 or self.cluster.calibration
+        exchange_s = 0.0 if is_one else least.state.exchange_s(candidate)
+        problem = self._problem(candidate, exchange_s)
+        pace_s = least_pace_s(problem, [least.moments(candidate, rank) for rank in ranks])
+        sum_s = least.total_s(candidate) + sum(problem.exposed_send_s(rank) for rank in ranks)
+        once_s = sum(run.count * (run.sync_s + run.optimizer_s) for run in problem.runs)
+        return self._step_s(candidate, pace_s, sum_s) + once_s / len(ranks)
+
     def _split_s(self, candidate: Candidate, problem: StageProblem, pace_s: float) -> float:
         """Where a backward is split: of the steady micro-batches some are at the pace of the best
         cuts, and the others, which the fill can need, in one sharding with it."""
+        if pace_s == inf:
+            return inf
         alone_s = self._step_s(candidate, pace_s, 0.0)
         alone_s += sum(problem.send_s) / self._sharing(candidate)
         steady, ranks = _steady(candidate), candidate.mesh.pipeline
@@ -174,7 +181,9 @@ class Bounds:
             for joint in (0.0, most)
         ))  # fmt: skip
 
-    def _problem(self, candidate: Candidate) -> StageProblem:
+    def _problem(self, candidate: Candidate, exchange_s: float = 0.0) -> StageProblem:
+        """`exchange_s`: what a byte of parameters takes per step, if that is to be in the seconds
+        of blocks that repeat."""
         mesh, cost = candidate.mesh, cost_model(self.cluster, candidate.mesh)
         exact = mesh.tensor > 1
         runs = []
@@ -182,8 +191,11 @@ class Bounds:
             added_s = self._added_s(candidate, cost, state) / count
             added_s += (state.gather_s + state.scatter_s) / count
             held = state.held_bytes / count
-            points = self._points(candidate, variant, added_s, held, exact=exact)
-            once = state.sync_s / count, state.update_s / count
+            points = self._points(candidate, variant, added_s, held, exchange_s, exact=exact)
+            sync_s = state.sync_s
+            if len(self.work.kinds[variant].calls) > 1:
+                sync_s = max(0.0, sync_s - exchange_s * state.summed_bytes)
+            once = sync_s / count, state.update_s / count
             runs.append(Run(str(variant), count, points, *once))
         return StageProblem(
             tuple(runs), mesh.pipeline, candidate.micro_batches, candidate.schedule,
@@ -210,12 +222,14 @@ class Bounds:
         return cost.accumulate_s(state.summed_bytes, state.summed_tensors, count)
 
     def _points(
-        self, candidate: Candidate, variant: int, added_s: float, even_bytes: float, *, exact: bool
-    ) -> tuple[Point, ...]:
+        self, candidate: Candidate, variant: int, added_s: float, even_bytes: float,
+        exchange_s: float, *, exact: bool,
+    ) -> tuple[Point, ...]:  # fmt: skip
         """Every corner of the variant's shardings with every corner of what it keeps, of state no
         less than if it is cut evenly; `exact`: shardings are told apart."""
         _, kept = self.least.kept(candidate)[variant]
-        block = self.least.blocks(candidate, exact=exact)[variant]
+        each_s = exchange_s / candidate.micro_batches
+        block = self.least.blocks(candidate, exact=exact, exchange_s=each_s)[variant]
         working_bytes = self.least.working_bytes(candidate)[variant]
         part = self.least.state.held_part(candidate) if exact else 0.0
         splits = splits_backward(candidate.schedule)
@@ -230,10 +244,6 @@ class Bounds:
             )
             for held, base_s in corners.items() for again_s, size in kept
         )  # fmt: skip
-
-
-def _seconds(point: Point) -> float:
-    return point.forward_s + point.backward_s
 
 
 def _steady(candidate: Candidate) -> float:

@@ -63,7 +63,7 @@ class LeastCosts:
     shardings_of: Callable[[Candidate], Shardings]
     lowered_of: Callable[[int, int, int], Sequence[Lowered]]
     menus_of: Callable[[Candidate], Pieces]
-    known_blocks: dict[tuple[int, int, bool], tuple[BlockBound, ...]] = field(default_factory=dict)
+    known_blocks: dict[tuple[int, int, int, float, bool], BlockBound] = field(default_factory=dict)
     known_totals: dict[tuple[int, int], LeastTotals] = field(default_factory=dict)
     known_kept: dict[tuple[int, int, bool], Kept] = field(default_factory=dict)
     known_frontiers: dict[tuple[int, bool], tuple[Frontier, ...]] = field(default_factory=dict)
@@ -283,15 +283,24 @@ class LeastCosts:
             self.known_moves[key] = found
         return self.known_moves[key]
 
-    def blocks(self, candidate: Candidate, *, exact: bool) -> tuple[BlockBound, ...]:
-        """What no sharding of a call of each variant beats."""
-        key = (candidate.mesh.tensor, candidate.rows, exact)
+    def blocks(
+        self, candidate: Candidate, *, exact: bool, exchange_s: float = 0.0
+    ) -> tuple[BlockBound, ...]:
+        """What no sharding of a call of each variant beats; `exchange_s`: what a byte of parameters
+        of a block that repeats takes per micro-batch."""
+        many = [len(kind.calls) > 1 for kind in self.work.kinds]
+        each_s = [exchange_s if repeats else 0.0 for repeats in many]
+        return tuple(self._block(candidate, n, s, exact=exact) for n, s in enumerate(each_s))
+
+    def _block(
+        self, candidate: Candidate, number: int, exchange_s: float, *, exact: bool
+    ) -> BlockBound:
+        key = (candidate.mesh.tensor, candidate.rows, number, exchange_s, exact)
         if key not in self.known_blocks:
-            found = self.shardings_of(candidate)
-            self.known_blocks[key] = tuple(
-                block_bound(found, number, early, exact=exact)
-                for number, early in enumerate(self.work.early)
-            )
+            self.known_blocks[key] = block_bound(
+                self.shardings_of(candidate), number, self.work.early[number], exact=exact,
+                exchange_s=exchange_s,
+            )  # fmt: skip
         return self.known_blocks[key]
 
     def _frontiers(self, rows: int, *, hosts: bool) -> tuple[Frontier, ...]:

@@ -43,15 +43,16 @@ class BlockBound:
 
 
 def block_bound(
-    shardings: Shardings, number: int, early: Collection[str], *, exact: bool
-) -> BlockBound:
+    shardings: Shardings, number: int, early: Collection[str], *, exact: bool,
+    exchange_s: float = 0.0,
+) -> BlockBound:  # fmt: skip
     """The curve of one variant; unless `exact`, a point: every node by its fastest strategy, and
-    no state. `early` values cost nothing."""
+    no state. `early` values cost nothing, a byte of parameters `exchange_s` per micro-batch."""
     node_s = shardings.prices[number].least_s() | dict.fromkeys(early, 0.0)
     if not exact:
         return BlockBound(Frontier(((sum(node_s.values()), 0.0),), ()), node_s)
-    many = len(shardings.kinds[number].calls) > 1
-    return BlockBound(frontier(_Held(shardings, number), PRICES if many else FEW_PRICES), node_s)
+    prices = PRICES if len(shardings.kinds[number].calls) > 1 else FEW_PRICES
+    return BlockBound(frontier(_Held(shardings, number, exchange_s), prices), node_s)
 
 
 @dataclass
@@ -140,10 +141,14 @@ class _Held:
 
     shardings: Shardings
     number: int
+    exchange_s: float
 
     def priced(self, price_s: float) -> tuple[float, float, float]:
         program = self.shardings.built.program
-        seconds = program.of_call.get(self.number, [])
+        seconds = [*program.of_call.get(self.number, [])]
+        if self.exchange_s:
+            trained = program.trained_of.get(self.number, [])
+            seconds += [(self.exchange_s * size, v) for size, v in trained]
         held = [(size, v) for _, size, v in program.held.get(self.number, [])]
         terms = [*seconds, *((price_s * size, v) for size, v in held)]
         found = self.shardings.relaxation.minimum(terms, only={v for _, v in terms})

@@ -63,7 +63,7 @@ class _Program:
     micro-batch, by phase; `once`, seconds per step, and `update`, of all parameters; `sizes`,
     bytes held; `trained`, bytes of parameters. `of_call`: per variant, what one call takes in one
     micro-batch; `held`: per variant, (tensor, bytes, variable) of the state of one call, one
-    variable of each tensor being chosen."""
+    variable of each tensor being chosen; `trained_of`: the same, of parameters alone."""
 
     model: Model = field(default_factory=Model)
     each: dict[Phase, list[Term]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
@@ -73,6 +73,7 @@ class _Program:
     trained: list[Term] = field(default_factory=list)
     of_call: dict[int, list[Term]] = field(default_factory=dict)
     held: dict[int, list[tuple[str, float, Variable]]] = field(default_factory=dict)
+    trained_of: dict[int, list[Term]] = field(default_factory=dict)
     chosen: dict[tuple[int, Node], list[tuple[Strategy, Variable]]] = field(default_factory=dict)
     layouts: dict[int, list[tuple[Placement, Variable]]] = field(default_factory=dict)
     paid: dict[_Move, Variable | None] = field(default_factory=dict)
@@ -162,14 +163,17 @@ class ShardingProgram:
                 self.program.sizes.append((all_kept, variable))
                 self.program.trained.append((trained, variable))
                 if all_kept:
-                    self._hold(number, all_kept, variable)
+                    self._hold(number, all_kept, trained, variable)
             self.program.layouts[number] = row
             self.program.model.constrain([(1.0, v) for _, v in row], 1, 1)
 
-    def _hold(self, number: int, kept_bytes: float, variable: Variable) -> None:
+    def _hold(
+        self, number: int, kept_bytes: float, trained_bytes: float, variable: Variable
+    ) -> None:
         """State belongs to its first user, in equal parts to all calls."""
         owner = self.ports.members(number)[0][0]
         calls = len(self.kinds[owner].calls)
+        self.program.trained_of.setdefault(owner, []).append((trained_bytes / calls, variable))
         self.program.held.setdefault(owner, []).append(
             (f"class {number}", kept_bytes / calls, variable)
         )

@@ -247,12 +247,13 @@ class _Evaluation(StagePrices):
         for point in self.found.menus[variant]:
             moves = self.moves.of(StageCall(calls[0], variant, point.label))
             working = point.transient_bytes + early_bytes(self.found, variant) + moves.whole_bytes
-            backward_s = sum(half.total_s for half in self._backward(variant, point))
+            halves_s = [half.total_s for half in self._backward(variant, point)]
             points.append(Point(
                 self._forward(variant, point).total_s + moves.forward_s,
-                backward_s + moves.backward_s + added_s,
+                sum(halves_s) + moves.backward_s + added_s,
                 point.saved_bytes + self._input_bytes(variant, calls, point),
                 state.held_bytes / n, working, point.label, self._pending_bytes(variant, point),
+                halves_s[1] + added_s if self.halves else 0.0,
             ))  # fmt: skip
         name = self.work.graph.calls[calls[0]].path or self.work.kinds[variant].block.name
         return Run(name, n, tuple(points), state.sync_s / n, state.update_s / n)

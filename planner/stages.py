@@ -19,9 +19,25 @@ from time import monotonic
 import numpy as np
 
 from ir.errors import Refused
-from planner.stage_cuts import Array, best_cuts, copies_bytes, relaxed_seconds, tail_seconds
+from ir.schedules import splits_backward
+from planner.schedule import fill_rounds, fill_s
+from planner.stage_cuts import (
+    Array,
+    best_cuts,
+    copies_bytes,
+    relaxed_fill_s,
+    relaxed_seconds,
+    tail_seconds,
+)
 from planner.stage_points import HeldRun, held_run, stage_points
-from planner.stage_problem import Choice, StagePlan, StageProblem, price
+from planner.stage_problem import (
+    Choice,
+    StagePlan,
+    StageProblem,
+    price,
+    stage_time,
+    weights_s,
+)
 from planner.stage_program import solve_program
 from planner.stage_refusal import memory_message
 
@@ -57,7 +73,7 @@ def _search_cuts(problem: StageProblem, gap: float, deadline: float) -> StagePla
     """The best plan found when no cheaper cuts are left, within the gap or out of time."""
     costs = StageCosts.relaxed(problem, gap)
     tail, best, bound_s = tail_seconds(problem), None, 0.0
-    while cuts := best_cuts(costs.seconds, tail, problem.micro_batches):
+    while cuts := best_cuts(costs.seconds, tail, problem.micro_batches, costs.fill):
         bound_s = max(bound_s, cuts.cost_s)
         stages = [(s, a, b) for s, (a, b) in enumerate(pairwise(cuts.at))]
         is_news = costs.make_exact(stages)
@@ -91,11 +107,13 @@ class StageCosts:
     seconds: Array
     copies: Array
     choices: dict[Stage, tuple[Choice, ...] | None]
+    fill: Array | None = None
     held: dict[tuple[int, int], HeldRun] = field(default_factory=dict)
 
     @staticmethod
     def relaxed(problem: StageProblem, gap: float) -> "StageCosts":
-        return StageCosts(problem, gap, relaxed_seconds(problem), copies_bytes(problem), {})
+        fill = relaxed_fill_s(problem) if splits_backward(problem.schedule) else None
+        return StageCosts(problem, gap, relaxed_seconds(problem), copies_bytes(problem), {}, fill)
 
     def make_exact(self, stages: list[Stage]) -> bool:
         """Solve the stages that are not solved yet; whether there were any."""
@@ -116,6 +134,15 @@ class StageCosts:
             same = (s, first, first + b - a)
             self.seconds[same] = max(seconds, self.seconds[same])
             self.choices[same] = choices
+            if self.fill is not None and choices:
+                self.fill[same] = self._fill_s(s, choices)
+
+    def _fill_s(self, stage: int, choices: tuple[Choice, ...]) -> float:
+        """What the stage adds to the fill."""
+        problem = self.problem
+        (weight_s,) = weights_s(problem, (choices,))
+        rounds = fill_rounds(problem.stages, problem.micro_batches)
+        return fill_s(stage_time(problem, stage, choices), weight_s, rounds)
 
     def _alone(self, stage: Stage) -> tuple[tuple[HeldRun, ...], float, int]:
         """What the stage holds, the bytes it may fill, and the index of its first run."""

@@ -65,6 +65,8 @@ MOST_REFUSALS = 40
 """Candidates that turn out not to fit before the same."""
 MOST_PRICES = 4
 """Prices of memory under which the blocks of a candidate are sharded."""
+MOST_BETWEEN = 3
+"""Prices between one under which a candidate does not fit and one under which it does."""
 HOPE = 0.03
 """A candidate that is slower than the best by more is not sharded for less memory."""
 STEEP = 1e4
@@ -330,7 +332,8 @@ class _Search:
 
     def _try(self, candidate: Candidate, best: _Best) -> bool:
         """Evaluates a candidate, first as if a byte cost nothing; if it does not fit so, with as
-        few as it can; then at what the last plan says a byte is worth. Whether it may fit."""
+        few as it can, and between; then at what the last plan says a byte is worth. Whether it may
+        fit."""
         price_s, tried, fits, dearer = 0.0, list[Pieces](), False, [1.0, STEEP]
         for _ in range(MOST_PRICES if candidate.mesh.tensor > 1 else 1):
             pieces = self.supply.pieces(candidate, price_s)
@@ -341,6 +344,8 @@ class _Search:
             limit_s = best.step_s * (1 + HOPE)
             found = None if is_known else self._evaluated(candidate, pieces, limit_s)
             if isinstance(found, TooSlow):
+                if not fits and price_s:
+                    self._between(candidate, best, price_s)
                 fits = True
                 break
             if found is None:
@@ -348,6 +353,8 @@ class _Search:
                     break
                 price_s = dearer.pop() * whole_price_s(pieces)
                 continue
+            if not fits and price_s:
+                self._between(candidate, best, price_s)
             fits = True
             best.offer(found)
             if recomputed_share(found) < SLACK:
@@ -360,6 +367,24 @@ class _Search:
         self.evaluations += fits
         self.refusals += not fits
         return fits
+
+    def _between(self, candidate: Candidate, best: _Best, high_s: float) -> None:
+        """Evaluates a candidate that fits at a price of memory, and not without one, at prices
+        between: each is where the nearest tried shardings, one of either kind, cost the same."""
+        low_s = 0.0
+        for _ in range(MOST_BETWEEN):
+            known = [self.supply.pieces(candidate, price_s) for price_s in (low_s, high_s)]
+            price_s = self.supply.level_price_s(candidate, low_s, high_s)
+            pieces = self.supply.pieces(candidate, price_s)
+            if any(pieces is other for other in known):
+                break
+            found = self._evaluated(candidate, pieces, best.step_s * (1 + HOPE))
+            if found is None:
+                low_s = price_s
+                continue
+            high_s = price_s
+            if isinstance(found, Evaluated):
+                best.offer(found)
 
     def _evaluated(
         self, candidate: Candidate, pieces: Pieces, limit_s: float = inf

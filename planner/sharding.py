@@ -7,7 +7,7 @@ node, one layout per state tensor and boundary, and the proven bound of their se
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ir.graph import Graph
@@ -22,13 +22,16 @@ from planner.solver import Relaxation, Solution
 
 @dataclass(frozen=True)
 class ShardingResult:
-    """A `Sharding` per variant, the layout of every state tensor, and the proven gap."""
+    """A `Sharding` per variant, the layout of every state tensor, and the proven gap; of what was
+    minimised the `seconds`, and the bytes of state that have a price beside them."""
 
     shardings: tuple[Sharding, ...]
     state: dict[str, Placement]
     objective_s: float
     bound_s: float
     variables: int
+    seconds: float = 0.0
+    held_bytes: float = 0.0
 
 
 @dataclass
@@ -81,7 +84,9 @@ class Shardings:
         if not solution.is_integral:
             program.model.minimise(terms)
             solution = program.model.solve(gap)
-        return _decoded(self.built, solution)
+        held_bytes = sum(size * solution[v] for size, v in program.sizes)
+        seconds = solution.objective - byte_price_s * held_bytes
+        return replace(_decoded(self.built, solution), seconds=seconds, held_bytes=held_bytes)
 
 
 def shard(

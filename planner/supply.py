@@ -65,6 +65,13 @@ class Supply:
             self.known_pieces[key] = with_menus(found, graph, self.work.kinds, menu_of)
         return self.known_pieces[key]
 
+    def level_price_s(self, candidate: Candidate, low_s: float, high_s: float) -> float:
+        """The price of memory at which the shardings under two prices cost the same; what is cheapest
+        there lies between them on the curve of seconds over bytes, or is one of them."""
+        fast, small = (self._sharding(candidate, price_s) for price_s in (low_s, high_s))
+        saved_bytes = fast.held_bytes - small.held_bytes
+        return (small.seconds - fast.seconds) / saved_bytes if saved_bytes > 0 else low_s
+
     def _priced(self, candidate: Candidate, result: ShardingResult) -> Pieces:
         """Pieces without their menus."""
         work, cost = self.work, cost_model(self.cluster, candidate.mesh)

@@ -17,7 +17,7 @@ from ir.variants import Variant
 from planner.cost import CostModel
 from planner.node_prices import NodePrices
 from planner.sharding_program import Habits, ShardingProgram
-from planner.solver import Relaxation, Solution
+from planner.solver import Relaxation, Solution, Term
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class Shardings:
 
     def cheapest(
         self, micro_batches: int, byte_price_s: float = 0.0, *, exchange_s: float = 0.0,
-        gap: float = 0.001,
+        sends: Sequence[Term] = (), gap: float = 0.001,
     ) -> ShardingResult:  # fmt: skip
         """The sharding of the least seconds per micro-batch, when a byte of parameters, gradients
         and optimizer state that is held costs so many, and a byte that is trained `exchange_s`
-        per step on the data axis."""
+        per step on the data axis; with `sends` between pipeline ranks."""
         program = self.built.program
-        terms = program.cost(micro_batches, byte_price_s, exchange_s)
+        terms = [*program.cost(micro_batches, byte_price_s, exchange_s), *sends]
         solution = self.relaxation.minimum(terms)
         if not solution.is_integral:
             program.model.minimise(terms)

@@ -36,18 +36,16 @@ def best_cuts(
     step by step until no lower one can pay. With `fill`, of the shape of `seconds`, the cuts
     minimise max (M seconds - fill) + sum fill + max tail.
     """
-    weight, paces, along = micro_batches - 1, seconds, seconds
+    weight, paces, sums = micro_batches - 1, seconds, seconds
     if fill is not None:
-        is_open = np.isfinite(seconds)
-        paces = np.where(is_open, micro_batches * np.where(is_open, seconds, 0.0) - fill, np.inf)
-        weight, along = 1, fill
+        weight, paces = 1, micro_batches * seconds - fill
+        sums = np.where(np.isfinite(seconds), fill, np.inf)
 
     def within_tail(tail_limit: float) -> Cuts:
         kept = np.where(tail <= tail_limit, paces, np.inf)
 
         def within_both(limit: float) -> Cuts:
-            is_within = np.isfinite(kept) & (kept <= limit)
-            return _shortest_path(np.where(is_within, along, np.inf))
+            return _shortest_path(np.where(kept <= limit, sums, np.inf))
 
         return _lowered_limit(weight, kept, within_both)
 

@@ -96,8 +96,8 @@ def _shifted(found: StagePoints, first_run: int) -> tuple[Choice, ...]:
 class StageCosts:
     """seconds[s,a,b] of every possible stage: a lower bound, or exact where `choices` has it.
 
-    A stage that can't fit has infinite seconds, and None for its choices. Where a backward is split,
-    `fill` is what stages add to the pipeline's fill, at least, and `leanest` the choices of least.
+    A stage that can't fit has infinite seconds, and None for its choices. Where a backward is
+    split, `fill` is what stages add to the pipeline's fill, at least, `leanest` the choices of least.
     """
 
     problem: StageProblem

@@ -97,7 +97,7 @@ class StageCosts:
     """seconds[s,a,b] of every possible stage: a lower bound, or exact where `choices` has it.
 
     A stage that can't fit has infinite seconds, and None for its choices. Where a backward is
-    split, `fill` is what stages add to the pipeline's fill, at least, `leanest` the choices of least.
+    split, `fill` is the least that stages add to the fill, and `leanest` the choices for it.
     """
 
     problem: StageProblem

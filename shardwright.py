@@ -209,11 +209,11 @@ def _run_command(options: argparse.Namespace) -> int:
         refuse_flags(options, (*SEARCH, "--plan"), own)
         plan_file = Path(options.model) / "plan.json"
         if plan_file.is_file():
-            _say_where(Plan.load(plan_file).cluster)
+            _say_where(Plan.load(plan_file))
         launch(options.model, argv=argv)
         return OK
     _, graph, chosen = decide(options)
-    _say_where(chosen.cluster)
+    _say_where(chosen)
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
         program = emit(graph, chosen).for_model(options.model, seq=options.seq)
         program.write(folder, force=True)
@@ -221,11 +221,11 @@ def _run_command(options: argparse.Namespace) -> int:
     return OK
 
 
-def _say_where(cluster: Cluster) -> None:
+def _say_where(plan: Plan) -> None:
     """Once, if a plan for GPUs is run without any."""
-    if cluster.device.name != CPU and not torch.cuda.is_available():
+    if plan.cluster.device.name != CPU and not torch.cuda.is_available():
         print(
-            f"note: the plan is for {cluster}, and this machine has no GPU: {cluster.n_devices} "
+            f"note: the plan is for {plan.cluster}, and this machine has no GPU: {plan.mesh.size} "
             "processes on its CPU run it. The numbers are the plan's, the seconds are not.",
             file=sys.stderr, flush=True,
         )  # fmt: skip

@@ -30,6 +30,7 @@ from ir.names import Namer
 from ir.plan import Plan, spmd
 from ir.quantities import size
 from ir.schedules import splits_backward
+from ir.seats import seats_of
 from ir.spmd import Spmd
 from ir.whole_file import check_folder
 
@@ -115,10 +116,11 @@ def emit(graph: Graph, plan: Plan) -> Program:
         "layout.json": json.dumps(tables, indent=1) + "\n",
         "program.py": program_text(whole, groups, plan),
     }
+    where = seats_of(plan.cluster, plan.mesh.size)
     facts = {
         "plan": plan, "ranks": plan.mesh.size, "model": plan.model, "hash": plan.hash,
-        "per_node": plan.cluster.devices_per_node,
-        "nodes": plan.cluster.n_devices // plan.cluster.devices_per_node,
+        "per_node": where.per_node, "nodes": where.nodes, "idle": plan.devices_idle,
+        "used": where.text(plan.cluster),
         "peak": size(plan.prediction.peak_bytes), "capacity": size(plan.prediction.capacity_bytes),
     }  # fmt: skip
     for name in ("train.py", "launch.sh", "launch.slurm", "README.md"):

@@ -8,7 +8,7 @@ leaves, and each node's leaves that must stay whole. A leaf is what a sharding c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 
@@ -97,11 +97,13 @@ class NodeFactors:
 
 @dataclass(frozen=True)
 class Factors:
-    """Leaves of every value's dims and of every node, and the size of each leaf."""
+    """Leaves of every value's dims and of every node, and the size of each leaf; `known`: what was
+    found with them, by first output and leaves (`ir.strategies`)."""
 
     dims: dict[str, tuple[Leaves, ...]]
     nodes: dict[Node, NodeFactors]
     size: dict[Leaf, Size]
+    known: dict[tuple[str, tuple[Leaf, ...]], Any] = field(default_factory=dict, compare=False)
 
     def leaves(self, value: str) -> list[Leaf]:
         return [leaf for dim in self.dims[value] for leaf in dim]

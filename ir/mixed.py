@@ -57,19 +57,24 @@ class Part:
         return found[-1] if found else Level(1, network(self.device.name), NETWORK)
 
 
+def pace(device: Device) -> float:
+    """By which devices are compared: the matrix rate that large products reach."""
+    return device.peak_flops_per_s("bfloat16") * device.matmul_fraction
+
+
 def slowest(devices: Sequence[Device]) -> Device:
     """The device with the least matrix rate, with the least memory and rates of all of them.
 
     What is planned for it fits on every device and is as fast on every device.
     """
-    pace = min(devices, key=lambda d: (d.peak_flops_per_s("bfloat16") * d.matmul_fraction, d.name))
+    slow = min(devices, key=lambda d: (pace(d), d.name))
     least = min(devices, key=lambda d: d.usable_bytes)
-    shared = {dtype for dtype, _ in pace.peaks if all(dtype in dict(d.peaks) for d in devices)}
+    shared = {dtype for dtype, _ in slow.peaks if all(dtype in dict(d.peaks) for d in devices)}
     return replace(
-        pace,
+        slow,
         peaks=tuple(
             (dtype, min(dict(d.peaks)[dtype] for d in devices))
-            for dtype, _ in pace.peaks
+            for dtype, _ in slow.peaks
             if dtype in shared
         ),
         memory_bytes=least.memory_bytes,

@@ -21,6 +21,7 @@ from ir.layout import PARTIAL, REPLICATE, Placement, Shard
 from ir.lower import Degrees, Sharding
 from ir.plan_schema import check_plan
 from ir.schedules import Action, check_schedule, schedule_order, splits_backward
+from ir.seats import seats_of
 from ir.spmd import Spmd, StageCall, lower_all
 from ir.strategies import strategies
 from ir.variants import Variant, variants
@@ -148,6 +149,11 @@ class Plan:
         return len(self.stages) // self.mesh.pipeline
 
     @property
+    def devices_idle(self) -> int:
+        """Of the cluster; the ranks lie on the others as `ir.seats` says."""
+        return self.cluster.n_devices - self.mesh.size
+
+    @property
     def order(self) -> tuple[tuple[Action, ...], ...]:
         """What each pipeline rank computes in a step."""
         return schedule_order(
@@ -180,6 +186,8 @@ class Plan:
             del value["zero"]
         if self.offload == "none":
             del value["offload"]
+        if self.devices_idle:
+            value["devices_idle"] = self.devices_idle
         if self.certificate is None:
             del value["certificate"]
         for block in value["blocks"]:
@@ -228,6 +236,12 @@ class Plan:
             raise UsageError(
                 f"{where} was altered: its content has hash {plan.hash}, but it says "
                 f"{value['hash']}. Plan again, with pins for the decisions that you want changed."
+            )
+        seats_of(plan.cluster, plan.mesh.size)
+        if value.get("devices_idle", 0) != plan.devices_idle:
+            raise UsageError(
+                f"{where}: devices_idle is {value.get('devices_idle', 0)}, but {plan.mesh} leaves "
+                f"{plan.devices_idle} of {plan.cluster}."
             )
         if len(plan.stages) % plan.mesh.pipeline or not plan.stages:
             raise UsageError(

@@ -29,7 +29,10 @@ PLAN = {
 }  # fmt: skip
 
 CERTIFICATE = {"candidates": int, "planned": int, "plans_log10": float}
-OPTIONAL = {"zero": int, "offload": str, "certificate": dict, "host_bytes": int, "hosts": list}
+OPTIONAL = {
+    "zero": int, "offload": str, "devices_idle": int, "certificate": dict, "host_bytes": int,
+    "hosts": list,
+}  # fmt: skip
 """Keys that a plan, a block or the cost of a stage has only where they say something."""
 ZERO_STAGES = (0, 1, 2, 3)
 
@@ -43,7 +46,8 @@ def check_plan(value: Any, version: str, where: str) -> None:
             f"{where} has format {value.get('format')!r}; this version reads {version!r}. "
             "Plan again with this version."
         )
-    _check(value, _with_optional(PLAN, value, ("zero", "offload", "certificate")), where)
+    optional = ("zero", "offload", "devices_idle", "certificate")
+    _check(value, _with_optional(PLAN, value, optional), where)
     if value.get("zero", 0) not in ZERO_STAGES:
         raise UsageError(f"{where}: zero is {value['zero']}; ZeRO has the stages 0, 1, 2 and 3.")
     if value.get("offload", "none") not in OFFLOADS:

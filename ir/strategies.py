@@ -30,8 +30,16 @@ class Strategy:
         return self.leaf is not None
 
 
-def strategies(node: Node, factors: Factors, leaves: Iterable[Leaf]) -> list[Strategy]:
+def strategies(node: Node, factors: Factors, leaves: Iterable[Leaf]) -> tuple[Strategy, ...]:
     """Whole, each of `leaves` that may be cut, and the passing of partial sums."""
+    key = (node.outputs[0], tuple(leaves))
+    if key not in factors.known:
+        factors.known[key] = tuple(_strategies(node, factors, key[1]))
+    found: tuple[Strategy, ...] = factors.known[key]
+    return found
+
+
+def _strategies(node: Node, factors: Factors, leaves: Iterable[Leaf]) -> list[Strategy]:
     facts = factors.nodes[node]
     names = node.operands
     results = [name for name in node.outputs if name in factors.dims]

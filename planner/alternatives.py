@@ -147,7 +147,7 @@ def _attempts(pins: Pinned, asked: Pinned, mesh: Mesh | None) -> Iterator[Pinned
 
 def neighbours(plan: Plan) -> Iterator[tuple[str, Decision]]:
     """The nearest legal values of each decision on both sides; all others of a choice of words."""
-    devices, now = plan.mesh.size, decisions(plan)
+    devices, now = plan.cluster.n_devices, decisions(plan)
     calls = sum(placed.count for stage in plan.stages for placed in stage)
     yield from _beside("pipeline", plan.mesh.pipeline, [d for d in divisors(devices) if d <= calls])
     fitting = [d for d in divisors(devices) if plan.global_batch % d == 0]

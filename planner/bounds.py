@@ -23,11 +23,11 @@ from ir.schedules import Held, splits_backward
 from planner.calibrated import cost_model
 from planner.cost import CostModel
 from planner.least_costs import LeastCosts
+from planner.phases import PHASES, Phase
 from planner.pins import Candidate
 from planner.price import StateCost
 from planner.rank_bound import least_pace_s
 from planner.schedule import fill_rounds
-from planner.sharding_program import PHASES, Phase
 from planner.stage_cuts import best_cuts, least_maximum, relaxed_seconds, tail_seconds
 from planner.stage_problem import Point, Run, StageProblem
 from planner.workload import Workload
@@ -77,8 +77,7 @@ class Bounds:
         total_s = max(total_s, sum(n * seconds for n, seconds in pairs))
         fewest_s = max(ceil(n / ranks) * seconds for n, seconds in pairs)  # and fewer sends, maybe
         state = self.least.state.total(candidate)
-        cost = cost_model(self.cluster, candidate.mesh)
-        send_s = min((self.least.send_s(candidate, cost, s) for s in range(ranks - 1)), default=0.0)
+        send_s = self.least.least_send_s(candidate)
         more_s = again_s + (candidate.stages - 1) * SENDS * send_s
         more_s += state.gather_s + state.scatter_s
         pace_s = max((total_s + more_s) / ranks, fewest_s)
@@ -128,8 +127,7 @@ class Bounds:
             return 0.0
         least, ranks = self.least, candidate.mesh.pipeline
         cost, state = cost_model(self.cluster, candidate.mesh), least.state.total(candidate)
-        send_s = min((least.send_s(candidate, cost, s) for s in range(ranks - 1)), default=0.0)
-        sends_s = (candidate.stages - 1) * SENDS * send_s
+        sends_s = (candidate.stages - 1) * SENDS * least.least_send_s(candidate)
         more_s = least.again_s(candidate) + least.beside_s(candidate)
         more_s += self._added_s(candidate, cost, state)
         exchange_s = 0.0 if self.cluster.calibration else least.state.exchange_s(candidate)

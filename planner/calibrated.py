@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from ir.cluster import Cluster, Mesh
 from ir.errors import UsageError
 from ir.graph import DTYPE_BYTES
+from ir.seats import seated
 from planner.attention_time import UNFUSED, attention_s
 from planner.collectives import collective_s, send_s
 from planner.cost import KINDS, CostModel, Roofline
@@ -266,7 +267,10 @@ def _part_groups(cluster: Cluster, mesh: Mesh, members: int, across: bool) -> Gr
 def cost_model(
     cluster: Cluster, mesh: Mesh, traits: Traits = OURS, paces: Paces = PACES
 ) -> CostModel:
-    """`Calibrated` for devices whose units are known, else `Roofline`; measurements before both."""
+    """`Calibrated` for devices whose units are known, else `Roofline`; measurements before both. A
+    mesh with fewer ranks than there are devices lies as `ir.seats` says."""
+    if mesh.size < cluster.n_devices:
+        cluster = seated(cluster, mesh.size)
     catalogue: CostModel = Calibrated(cluster, mesh, traits, paces)
     if cluster.device.sm_count == 0:
         catalogue = Roofline(cluster, mesh)

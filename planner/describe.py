@@ -17,6 +17,7 @@ from ir.ops import op_def
 from ir.plan import Placed, Plan
 from ir.quantities import duration, size
 from ir.reshard import FREE
+from ir.seats import seated, seats_of
 from planner.candidate import Evaluated
 from planner.price import COLLECTIVES, NodeTimes, Seconds
 from planner.recompute import MenuPoint
@@ -66,6 +67,11 @@ def _head(plan: Plan) -> Iterator[str]:
         f"mesh  {plan.mesh}   micro-batch {rows} × {plan.micro_batches}   {_schedule(plan)}   "
         f"zero {plan.zero}   {plan.optimizer}"
     )
+    if plan.devices_idle:
+        where = seats_of(plan.cluster, plan.mesh.size).text(plan.cluster)
+        used, there = plan.mesh.size, plan.cluster.n_devices
+        kind = f" ({seated(plan.cluster, used)})" if plan.cluster.nodes else ""
+        yield f"devices  {used} of {there} used, {where}{kind}; {plan.devices_idle} idle"
     if plan.zero:
         parts = ("optimizer state", "gradients", "parameters")[: plan.zero]
         words = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)

@@ -52,6 +52,8 @@ def _plan(told: Explanation) -> Iterator[str]:
         f"step {duration(p.step_s)}   peak {size(p.peak_bytes)} of {size(p.capacity_bytes)}"
     )
     yield _decided(plan)
+    if plan.devices_idle:
+        yield f"{plan.devices_idle} of {plan.cluster.n_devices} devices idle"
     if told.is_cut_short(plan):
         yield f"the limit of {told.time_limit_s:g} s ended its search: {p.gap:.1%} are unproven"
     parts = ((WORDS[part], getattr(p, f"{part}_s")) for part in WORDS)

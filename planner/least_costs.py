@@ -15,7 +15,7 @@ from itertools import pairwise
 from math import inf
 from typing import TypeAlias
 
-from ir.cluster import Cluster
+from ir.cluster import Cluster, Mesh
 from ir.layout import DATA
 from ir.lower import Lowered
 from ir.offload import offloads_activations, staying_inputs
@@ -28,6 +28,7 @@ from planner.frontier import Frontier, frontier
 from planner.halves import least_pending_bytes
 from planner.least_state import LeastState
 from planner.offload import Hosting
+from planner.phases import PHASES, Phase
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import (
@@ -40,7 +41,6 @@ from planner.recompute_program import KeptProgram
 from planner.schedule import moments
 from planner.sharding import Shardings
 from planner.sharding_bound import EVENLY, WITH_EARLY, BlockBound, LeastTotals, block_bound
-from planner.sharding_program import PHASES, Phase
 from planner.workload import Workload, touched_bytes
 
 KEPT_PRICES = 16
@@ -67,6 +67,7 @@ class LeastCosts:
     known_totals: dict[tuple[int, int], LeastTotals] = field(default_factory=dict)
     known_kept: dict[tuple[int, int, bool], Kept] = field(default_factory=dict)
     known_frontiers: dict[tuple[int, bool], tuple[Frontier, ...]] = field(default_factory=dict)
+    known_sends: dict[tuple[Mesh, int], float] = field(default_factory=dict)
     known_crossings: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
     known_moves: dict[tuple[int, int, int], Counter[tuple[str, int]]] = field(default_factory=dict)
     known_left: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -148,6 +149,8 @@ class LeastCosts:
     def flights(self, candidate: Candidate, rank: int) -> int:
         """Of how many micro-batches a rank keeps what forward saved, at least: of several stages
         the one that keeps fewest may have most blocks."""
+        if candidate.virtual_stages == 1 and candidate.schedule != "gpipe":
+            return min(candidate.micro_batches, candidate.mesh.pipeline - rank)
         return max(min(held.forward for held in moment) for moment in self.moments(candidate, rank))
 
     def moments(self, candidate: Candidate, rank: int) -> tuple[tuple[Held, ...], ...]:
@@ -172,6 +175,15 @@ class LeastCosts:
             sum(cost.send_s(size // tensor, stage) for size in sizes)
             for sizes in self._crossings(candidate.rows)
         ) * (1 if cost.sends_meet else 2)
+
+    def least_send_s(self, candidate: Candidate) -> float:
+        """Of the two neighbouring stages that are joined best; 0 without a pipeline."""
+        key = (candidate.mesh, candidate.rows)
+        if key not in self.known_sends:
+            cost, stages = cost_model(self.cluster, candidate.mesh), candidate.mesh.pipeline - 1
+            each = (self.send_s(candidate, cost, stage) for stage in range(stages))
+            self.known_sends[key] = min(each, default=0.0)
+        return self.known_sends[key]
 
     def _crossings(self, rows: int) -> set[tuple[int, ...]]:
         """Bytes of the values with gradients that cross each place between two calls."""

@@ -6,11 +6,13 @@ groups of an axis communicate at the same time, so they share ports and switches
 pipeline's transfers share is `pipeline_ports`.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ir.cluster import Cluster, Level, Mesh
 from ir.errors import UsageError
@@ -91,12 +93,15 @@ def lay_out(cluster: Cluster, groups: Iterable[Iterable[int]]) -> Groups:
         raise UsageError("no groups were given.")
     if (highest := max(map(max, ranks))) >= cluster.n_devices:
         raise UsageError(f"rank {highest} is not on {cluster} ({cluster.n_devices} devices).")
+    flat = np.array([rank for group in ranks for rank in group])
+    group_of = np.repeat(np.arange(len(ranks)), [len(group) for group in ranks])
     crossings, unit, inside = [], 1, 1
     for level in cluster.levels:
         below, unit = unit, unit * level.size
-        shared = min(min(Counter(rank // unit for rank in group).values()) for group in ranks)
+        _, together = np.unique(group_of * cluster.n_devices + flat // unit, return_counts=True)
+        shared = int(together.min())
         if shared > inside:
-            crossings.append(_crossing(level, below, inside, shared, ranks))
+            crossings.append(_crossing(level, below, inside, shared, flat))
         inside = max(inside, shared)
     members = min(map(len, ranks))
     return Groups(members, tuple(crossings), _library(cluster))
@@ -108,12 +113,12 @@ def _library(cluster: Cluster) -> str:
 
 
 def _crossing(
-    level: Level, below: int, inside: int, shared: int, ranks: list[tuple[int, ...]]
+    level: Level, below: int, inside: int, shared: int, ranks: NDArray[np.int64]
 ) -> Crossing:
-    units = Counter(rank // below for group in ranks for rank in group)
-    rate = min(level.port_bytes_per_s(unit) for unit in units)
+    units, counts = np.unique(ranks // below, return_counts=True)
+    rate = min(level.port_bytes_per_s(unit) for unit in units.tolist())
     # Idle devices leave their part of shared ports and switches to the others.
-    share = below / (level.devices_per_port * level.oversubscription) / max(units.values())
+    share = below / (level.devices_per_port * level.oversubscription) / int(counts.max())
     member = rate * min(1.0, share)
     pair = member
     if level.link.point_to_point:  # one link to each other unit
@@ -151,7 +156,6 @@ def _pair_ports(
     return (crossed, source // shared), (crossed, target // shared)
 
 
-@cache
 def neighbours(cluster: Cluster, mesh: Mesh, stage: int) -> Groups:
     """The pairs of ranks that pipeline stage `stage` and the next one are joined by.
 
@@ -160,5 +164,11 @@ def neighbours(cluster: Cluster, mesh: Mesh, stage: int) -> Groups:
     stride = mesh.data * mesh.tensor
     if not 0 <= stage < mesh.pipeline - 1:
         raise UsageError(f"stage {stage} of {mesh.pipeline} has no next stage.")
+    return _neighbours(cluster, stride, stage)
+
+
+@cache
+def _neighbours(cluster: Cluster, stride: int, stage: int) -> Groups:
+    """Of stages of `stride` ranks."""
     pairs = [(rank, rank + stride) for rank in range(stage * stride, (stage + 1) * stride)]
     return lay_out(cluster, pairs)

@@ -10,8 +10,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ir.batch import Spread
 from ir.graph import Node, TensorType
-from ir.layout import Layout
+from ir.layout import REPLICATE, Layout, Placement
 from ir.lower import Degrees, local_type
 from ir.strategies import Strategy, strategies
 from ir.variants import Variant
@@ -30,23 +31,29 @@ class NodePrices:
     cost: CostModel
     whole: Collection[int] = ()
     known: dict[str, list[tuple[Strategy, float]]] = field(default_factory=dict)
+    types: dict[tuple[str, Placement, Placement], TensorType] = field(default_factory=dict)
 
     def options(self, node: Node) -> list[tuple[Strategy, float]]:
         """Every strategy with its seconds."""
         name = node.outputs[0]
         if name not in self.known:
             found = strategies(node, self.variant.factors, self._leaves)
-            self.known[name] = [(option, self._seconds(node, option)) for option in found]
+            batch = self._spread.chosen[node]
+            self.known[name] = [(option, self._seconds(node, batch, option)) for option in found]
         return self.known[name]
 
     @cached_property
-    def _leaves(self) -> list[int]:
+    def _spread(self) -> Spread:
+        return self.variant.spread
+
+    @cached_property
+    def _leaves(self) -> tuple[int, ...]:
         """The factors that may be cut."""
         factors = self.variant.factors
-        return [
+        return tuple(
             leaf for leaf in factors.size
             if leaf not in self.whole and divides(factors, leaf, self.degrees.tensor)
-        ]  # fmt: skip
+        )
 
     def least_s(self) -> dict[str, float]:
         """By first output, the seconds of each node by its fastest strategy."""
@@ -55,27 +62,23 @@ class NodePrices:
 
     def bytes_of(self, name: str, layout: Layout) -> int:
         """Of a value in a layout, on one device."""
-        return self._local(name, layout).bytes(1)
+        return self._local(name, layout.data, layout.tensor).bytes(1)
 
-    def _seconds(self, node: Node, option: Strategy) -> float:
-        batch = self.variant.spread.chosen[node]
-        names = node.operands
+    def _seconds(self, node: Node, batch: Strategy, option: Strategy) -> float:
         made = [name for name in node.outputs if name in self.variant.block.types]
-        operands = [
-            self._local(name, Layout(*places))
-            for name, *places in zip(names, batch.operands, option.operands, strict=True)
-        ]
-        results = [
-            self._local(name, Layout(*places))
-            for name, *places in zip(made, batch.results, option.results, strict=True)
-        ]
+        operands = list(map(self._local, node.operands, batch.operands, option.operands))
+        results = list(map(self._local, made, batch.results, option.results))
         seconds = self.cost.compute_s(work_of(node, operands, results))
         if option.communicates:
-            rows = self.bytes_of(made[0], Layout(batch.results[0]))
+            rows = self._local(made[0], batch.results[0], REPLICATE).bytes(1)
             reduced_s = self.cost.collective_s("all_reduce", rows, "tensor")
             seconds += CROSS_ENTROPY_REDUCTIONS * reduced_s
         return seconds
 
-    def _local(self, name: str, layout: Layout) -> TensorType:
-        kind = self.variant.block.types[name]
-        return local_type(kind, layout, self.degrees, self.degrees.rows)
+    def _local(self, name: str, data: Placement, tensor: Placement) -> TensorType:
+        key = (name, data, tensor)
+        if key not in self.types:
+            kind = self.variant.block.types[name]
+            layout = Layout(data, tensor)
+            self.types[key] = local_type(kind, layout, self.degrees, self.degrees.rows)
+        return self.types[key]

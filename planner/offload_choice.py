@@ -49,14 +49,14 @@ class OffloadChoice:
         return ("none", "activations", *(["all"] if has_state else []))
 
     def more(self, candidates: Sequence[Candidate], found: Evaluated | None) -> list[Candidate]:
-        """These candidates with offload, after a search without; beside a plan those that are like
-        what fits, and none if that plan has room."""
+        """These candidates with offload, after a search without; beside a plan those that were
+        planned and are like what fits, and none if that plan has room."""
         if found is not None:
             if found.candidate in self.roomy:
                 return []
             self.most = MOST_BESIDE
             fitting = {_order(tried) for tried, fits in self.tried.items() if fits}
-            candidates = [c for c in candidates if _order(c) in fitting]
+            candidates = [c for c in candidates if c in self.tried and _order(c) in fitting]
         return [replace(c, offload=word) for c in candidates for word in self.words[1:]]
 
     def is_extra(self, candidate: Candidate) -> bool:

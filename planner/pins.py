@@ -180,7 +180,7 @@ def check_pins(
                 f"can't be split. Use {key}=1."
             )
     data = pins.data or 1
-    if pins.pipeline and pins.tensor:
+    if pins.pipeline and pins.tensor and not pins.data:
         data = n_devices // pins.pipeline // pins.tensor
     if data > 1 and not has_batch:
         raise UsageError(
@@ -241,24 +241,21 @@ def _most_data(pins: Pins, n_devices: int, *, has_batch: bool) -> int:
 
 
 def _check_devices(pins: Pins, n_devices: int) -> None:
-    """The pinned degrees must divide, and all three must equal, the number of devices."""
+    """The pinned degrees must divide the number of devices; all three may leave some idle."""
+    pinned = [getattr(pins, axis) for axis in AXES]
+    fits = prod(degree or 1 for degree in pinned) < n_devices
+    if all(pinned) and fits:
+        return
+    other = "pin all three degrees to leave devices idle" if fits else "a larger cluster"
     left = n_devices
-    for axis in AXES:
-        degree = getattr(pins, axis)
+    for axis, degree in zip(AXES, pinned, strict=True):
         if degree and left % degree:
             others = " left by the other pins" if left != n_devices else ""
             raise UsageError(
                 f"pin {axis}={degree}: {left} devices{others} can't be split in {degree}. Use "
-                f"{axis}={nearest(left, degree)}, or a cluster with another number of devices."
+                f"{axis}={nearest(left, degree)}, or {other}."
             )
         left //= degree or 1
-    pinned = [getattr(pins, axis) for axis in AXES]
-    if all(pinned) and prod(pinned) != n_devices:
-        last = n_devices // (pinned[0] * pinned[1])
-        raise UsageError(
-            f"pipeline={pinned[0]}, data={pinned[1]} and tensor={pinned[2]} use {prod(pinned)} "
-            f"devices of {n_devices}. Use tensor={last}, or leave one of the three free."
-        )
 
 
 def meshes(pins: Pins, n_devices: int) -> Iterator[Mesh]:

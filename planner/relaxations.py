@@ -80,7 +80,7 @@ def _links(plan: Plan, pins: Pinned, trials: Trials) -> Iterator[Relaxation]:
 
 def _batch(plan: Plan, pins: Pinned, trials: Trials) -> Iterator[Relaxation]:
     """The next batch that every degree divides, if not every one divides this."""
-    devices = plan.mesh.size
+    devices = plan.cluster.n_devices
     kept_out = tuple(d for d in divisors(devices) if plan.global_batch % d)
     if kept_out:
         rows = plan.global_batch // devices * devices + devices

@@ -25,28 +25,28 @@ from ir.graph import Graph
 from ir.offload import OFFLOADS
 from ir.plan import Certificate, Plan, encode, signature
 from ir.schedules import SCHEDULES
+from ir.seats import seated, seats_of
 from ir.variants import variants
-from planner.approximations import approximations, divides_something
-from planner.bounds import Bounds
+from planner.approximations import approximations
 from planner.byte_price import marginal_price_s, recomputed_share, whole_price_s
 from planner.calibrated import cost_model
 from planner.candidate import Evaluated, TooSlow, Workload, evaluate
 from planner.counting import plans_log10
 from planner.describe import describe
+from planner.idle_reason import IdleReason
 from planner.no_sizes import no_sizes
 from planner.offload import HostFull, check_offload
 from planner.offload_choice import OffloadChoice
+from planner.options import Options
 from planner.pieces import Pieces
 from planner.pins import (
     Candidate,
     Pins,
-    candidates,
     check_batch,
     check_pins,
-    meshes,
     read_pins,
-    zero_stages,
 )
+from planner.places import PlacedBounds, Supplies
 from planner.price import OPTIMIZER_TENSORS
 from planner.shortage import does_not_fit
 from planner.solver import SolverFailed
@@ -79,8 +79,9 @@ def plan(
     pin: Mapping[str, Any] | None = None, optimizer: str = "adamw", name: str | None = None,
     time_limit_s: float = inf,
 ) -> Plan:  # fmt: skip
-    """Decides how to train `graph` on all devices of `cluster`, or of its spec; deterministic, but
-    for a search that a time limit ends: then the best plan so far, with its gap.
+    """Decides how to train `graph` on `cluster`, or on that of a spec; deterministic, but for a
+    search that a time limit ends: then the best plan so far, with its gap. Devices are left idle
+    where the others are faster without them, or where the pinned degrees say so.
 
     `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("gpipe", "1f1b",
     "interleaved", "zero-bubble"), virtual_stages (of a rank, where interleaved), recompute
@@ -97,11 +98,17 @@ def plan(
     check_batch(graph, global_batch)
     check_offload(pins.offload, cluster, optimizer)
     check_pins(pins, cluster.n_devices, global_batch, has_batch=has_batch)
+    if pins.pipeline and pins.data and pins.tensor:
+        seats_of(cluster, pins.pipeline * pins.data * pins.tensor)
     batch_flow = flow(graph)
     work = Workload(graph, batch_flow, variants(graph, batch_flow), global_batch, optimizer)
     search = _Search(work, cluster, pins, has_batch, time_limit_s)
     best = search.run()
-    notes = (*search.notes, *approximations(work, best, cluster))
+    used, idle = seated(cluster, best.candidate.mesh.size), search.idle
+    notes = (
+        *idle.notes(best.candidate.mesh, best.prediction.step_s), *search.notes,
+        *approximations(work, best, used),
+    )  # fmt: skip
     blocks = tuple(
         encode(*parts)
         for parts in zip(
@@ -119,8 +126,8 @@ def plan(
 
 @dataclass
 class _Best:
-    """The best plan so far, by step, then by fewer stages, more data ranks, a simpler schedule,
-    less divided."""
+    """The best plan so far, by step, then by fewer idle devices, fewer stages, more data ranks, a
+    simpler schedule, less divided."""
 
     found: Evaluated | None = None
 
@@ -144,7 +151,7 @@ def _simplicity(candidate: Candidate) -> tuple[int, ...]:
     """Of equally good candidates the least comes first."""
     mesh = candidate.mesh
     return (
-        mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.virtual_stages,
+        -mesh.size, mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.virtual_stages,
         SCHEDULES.index(candidate.schedule), candidate.zero,
         OFFLOADS.index(candidate.offload),
     )  # fmt: skip
@@ -163,10 +170,12 @@ class _Search:
         self.work, self.cluster, self.pins, self.has_batch = work, cluster, pins, has_batch
         self.time_limit_s, self.deadline = time_limit_s, monotonic() + time_limit_s
         self.certificate: Certificate | None = None
-        self.reason = needs_whole_batch(work.graph, work.flow)
+        self.idle = IdleReason(cluster, pins)
+        reason = needs_whole_batch(work.graph, work.flow)
+        self.options = Options(work, cluster, pins, has_batch, reason)
         self.notes: list[str] = []
-        self.supply = Supply(work, cluster, pins, is_whole_batch=self.reason is not None)
-        self.bounds = Bounds(self.supply.least)
+        self.supply = Supplies(Supply(work, cluster, pins, is_whole_batch=reason is not None))
+        self.bounds = PlacedBounds(self.supply)
         self.offload = OffloadChoice(pins.offload, self.bounds.least)
         self.evaluations = self.refusals = self.patient_since = 0
         self.patient_s = inf
@@ -255,6 +264,7 @@ class _Search:
 
     def _open(self, candidate: Candidate, bound_s: float, level: int) -> _Open:
         """An entry of the queue; of equal bounds fewer stages and more data ranks come first."""
+        self.idle.bounded(candidate, bound_s)
         return bound_s, _simplicity(candidate), level, candidate
 
     def _no_time(self, candidates: int) -> Refused:
@@ -288,37 +298,14 @@ class _Search:
         return replace(found, prediction=replace(found.prediction, bound_s=bound_s))
 
     def _candidates(self) -> Iterator[Candidate]:
-        calls = len(self.work.graph.calls)
-        if self.pins.pipeline and self.pins.pipeline > calls:
-            raise Refused(
-                f"more devices than work: pipeline={self.pins.pipeline} stages need at least one "
-                f"block each, and the model has {calls}. Use at most pipeline={calls}."
-            )
-        whole_batch = self.reason is not None or not self.has_batch
-        why = self.reason or self.work.graph.fixed_batch or "no input has rows to cut"
-        if whole_batch and (self.pins.micro_batches or 1) > 1:
-            raise Refused(f"{why}; plan with micro_batches=1.")
-        if whole_batch and self.pins.is_interleaved:
-            raise Refused(
-                "the interleaved schedule needs at least as many micro-batches as pipeline ranks, "
-                f"and this model's batch can't be cut: {why}. So a step is one micro-batch. Use "
-                "schedule=1f1b."
-            )
-        if self.reason and self.pins.micro_batches is None:
-            self.notes.append(f"one micro-batch only: {self.reason}")
-        for mesh in meshes(self.pins, self.cluster.n_devices):
-            useless = mesh.tensor > 1 and not divides_something(self.work.kinds, mesh.tensor)
-            if mesh.pipeline > calls or (useless and not self.pins.tensor):
-                continue
-            if mesh.data > 1 and not self.has_batch:
-                continue
-            if self.pins.zero and mesh.data == 1:
-                continue
-            for candidate in candidates(
-                self.pins, mesh, self.work.global_batch, calls, whole_batch=whole_batch
-            ):  # fmt: skip
-                for zero in zero_stages(self.pins, candidate):
-                    yield replace(candidate, zero=zero, offload=self.offload.words[0])
+        options, reason = self.options, self.options.reason
+        options.check()
+        if reason and self.pins.micro_batches is None:
+            self.notes.append(f"one micro-batch only: {reason}")
+        whole = options.on(self.cluster.n_devices)
+        self.idle.has_whole = bool(whole)
+        for candidate in options.of([*whole, *options.fewer(whole)]):
+            yield replace(candidate, offload=self.offload.words[0])
 
     def _is_too_large(self, candidate: Candidate) -> bool:
         """Whether the same with fewer rows, or more divided or offloaded, did not fit."""
@@ -365,17 +352,19 @@ class _Search:
             self.too_large.append(candidate)
         self.offload.tried[candidate] = fits
         self.evaluations += fits
+        if fits and candidate.mesh.size < self.cluster.n_devices:
+            self.patient_since += 1  # what leaves devices idle takes nothing from the others
         self.refusals += not fits
         return fits
 
     def _between(self, candidate: Candidate, best: _Best, high_s: float) -> None:
         """Evaluates a candidate that fits at a price of memory, and not without one, at prices
         between: each is where the nearest tried shardings, one of either kind, cost the same."""
-        low_s = 0.0
+        supply, low_s = self.supply.of(candidate.mesh), 0.0
         for _ in range(MOST_BETWEEN):
-            known = [self.supply.pieces(candidate, price_s) for price_s in (low_s, high_s)]
-            price_s = self.supply.level_price_s(candidate, low_s, high_s)
-            pieces = self.supply.pieces(candidate, price_s)
+            known = [supply.pieces(candidate, price_s) for price_s in (low_s, high_s)]
+            price_s = supply.level_price_s(candidate, low_s, high_s)
+            pieces = supply.pieces(candidate, price_s)
             if any(pieces is other for other in known):
                 break
             found = self._evaluated(candidate, pieces, best.step_s * (1 + HOPE))
@@ -392,9 +381,11 @@ class _Search:
         """None if it does not fit; `TooSlow` if it takes longer than the limit."""
         cost = cost_model(self.cluster, candidate.mesh)
         try:
-            return evaluate(self.work, candidate, pieces, cost, limit_s)
+            found = evaluate(self.work, candidate, pieces, cost, limit_s)
+            timed = found if isinstance(found, TooSlow) else found.prediction
+            self.idle.planned(candidate.mesh, timed.step_s)
+            return found
         except SolverFailed:
             raise
         except Refused:
             return None
-

@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import TypeAlias
 
 from planner.frontier import Frontier, frontier
+from planner.phases import PHASES, least_parts
 from planner.sharding import Shardings
-from planner.sharding_program import PHASES
 from planner.solver import Model, Relaxation, Term, Variable
 
 Rates: TypeAlias = tuple[float, ...]
@@ -25,9 +25,9 @@ EVENLY: Rates = tuple(float(name in PHASES and name != "early") for name in RATE
 """Every phase of a micro-batch once."""
 WITH_EARLY: Rates = tuple(float(name in PHASES) for name in RATES)
 """The same with what precedes the first one."""
-CLOSE = 0.002
+CLOSE = 0.003
 """Relative; how near a lower bound of a total has to be to an upper one to do for it."""
-ROUGH = 0.01
+ROUGH = 0.02
 """The same, for a first look."""
 PRICES, FEW_PRICES = 4, 2
 """Lines of the curve of a block that repeats, and of one that does not."""
@@ -70,7 +70,9 @@ class LeastTotals:
     known: dict[Rates, tuple[float, Rates]] = field(default_factory=dict)
 
     def exactly(self, rates: Rates) -> float:
-        """The least total of the relaxed program."""
+        """The least total of the relaxed program; without a tensor axis, of what there is."""
+        if self.shardings.degrees.tensor == 1:
+            return sum(rate * part for rate, part in zip(rates, self._least, strict=True))
         if rates not in self.known:
             self.known[rates] = total, _ = self._solved(rates)
             program, kinds = self._kinds
@@ -112,9 +114,18 @@ class LeastTotals:
     def _kinds(self) -> tuple[Relaxation, list[Variable]]:
         """What choices take of each kind: as much as every node and parameter alone at least, and
         the totals that are known."""
-        model, least = Model(), self.shardings.built.least()
-        kinds = [model.variable(least.get(name, 0.0)) for name in RATES]
+        model = Model()
+        kinds = [model.variable(least) for least in self._least]
         return Relaxation(model), kinds
+
+    @cached_property
+    def _least(self) -> Rates:
+        """Of each kind alone."""
+        found = self.shardings
+        least = least_parts(
+            found.graph, found.kinds, found.prices, found.early, found.degrees.tensor, found.cost
+        )
+        return tuple(least.get(name, 0.0) for name in RATES)
 
     @cached_property
     def _rows(self) -> list[list[Term]]:

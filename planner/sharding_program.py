@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
-from ir.graph import Graph, Node, needed
+from ir.graph import Graph, Node
 from ir.layout import REPLICATE, Layout, Placement, Shard
 from ir.lower import Degrees
 from ir.reshard import possible, step
@@ -30,6 +30,7 @@ from ir.strategies import Strategy
 from ir.variants import Variant
 from planner.cost import CostModel
 from planner.node_prices import NodePrices
+from planner.phases import PHASES, Phase, node_phases, update_s
 from planner.ports import Port, Ports, connect, options
 from planner.solver import Model, Term, Variable
 
@@ -52,11 +53,6 @@ class Habits:
     cut_activations: bool = False
 
 
-Phase: TypeAlias = Literal["forward", "input", "weight", "move", "late move", "early"]
-PHASES: tuple[Phase, ...] = ("forward", "input", "weight", "move", "late move", "early")
-"""Of a node: in forward, in the half of backward that gives gradients of activations, in the rest;
-what is communicated between nodes, for forward or that half, or for the rest alone; and what is
-done once, before the first micro-batch."""
 _Move: TypeAlias = "tuple[int, str, Placement, Placement, bool, Phase]"
 """(variant, value, from, to, whether backward does it again, phase)."""
 
@@ -152,7 +148,7 @@ class ShardingProgram:
             for place in self._options(number, stored=number in held):
                 variable = self.program.model.binary()
                 row.append((place, variable))
-                update_s = all_kept = trained = 0.0
+                updated_s = all_kept = trained = 0.0
                 for name in held.get(number, ()):
                     kind = types[name]
                     share = self.degrees.tensor if isinstance(place, Shard) else 1
@@ -160,9 +156,9 @@ class ShardingProgram:
                     kept = size * (HELD_TENSORS if kind.trainable else 1)
                     all_kept += kept
                     if kind.trainable:
-                        update_s += self.cost.optimizer_s(size, 2 * size)
+                        updated_s += update_s(self.cost, size)
                         trained += size
-                self.program.update.append((update_s, variable))
+                self.program.update.append((updated_s, variable))
                 self.program.sizes.append((all_kept, variable))
                 self.program.trained.append((trained, variable))
                 if all_kept:
@@ -216,7 +212,7 @@ class ShardingProgram:
     def _nodes(self, number: int) -> None:
         """(1), with the compute cost of each strategy."""
         variant, program = self.kinds[number], self.program
-        phases = self._phases(number)
+        phases = node_phases(self.graph, variant)
         for node in variant.block.nodes:
             row = []
             for option, seconds in self.prices[number].options(node):
@@ -225,29 +221,6 @@ class ShardingProgram:
                 self._spend(number, node.outputs[0], seconds, variable, phases[node])
             program.chosen[number, node] = row
             program.model.constrain([(1.0, v) for _, v in row], 1, 1)
-
-    def least(self) -> dict[str, float]:
-        """What any sharding takes at least, by phase and of `trained`: every node by its fastest
-        strategy, every parameter in its smallest layout."""
-        found: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        for number, kind in enumerate(self.kinds):
-            phases, least_s = self._phases(number), self.prices[number].least_s()
-            for node in kind.block.nodes:
-                name = node.outputs[0]
-                phase = "early" if name in self.early[number] else phases[node]
-                found[phase] += len(kind.calls) * least_s[name]
-        trained = {variable: size for size, variable in self.program.trained}
-        rows = self.program.layouts.values()
-        found["trained"] = sum(min(trained.get(v, 0.0) for _, v in row) for row in rows)
-        return found
-
-    def _phases(self, number: int) -> dict[Node, Phase]:
-        block = self.kinds[number].block
-        handed = [g for value, g in block.gradients if not self.is_state(number, value)]
-        first = set(needed(block.nodes, handed))
-        phases: dict[Node, Phase] = dict.fromkeys(block.nodes, "weight")
-        phases |= dict.fromkeys(first, "input")
-        return phases | dict.fromkeys(block.forward, "forward")
 
     def _spend(
         self, number: int, name: str, seconds: float, variable: Variable, phase: Phase
@@ -261,7 +234,7 @@ class ShardingProgram:
 
     def _edges(self, number: int) -> None:
         """(2) and (3) between nodes, and (6) from the boundary."""
-        variant, phases = self.kinds[number], self._phases(number)
+        variant, phases = self.kinds[number], node_phases(self.graph, self.kinds[number])
         have = {name: self._layouts(number, name) for name in self._boundary(number)}
         prompt = {name for n in variant.block.nodes if phases[n] != "weight" for name in n.operands}
         for i, node in enumerate(variant.block.nodes):

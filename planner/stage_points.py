@@ -14,11 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import ceil, inf
+from typing import TypeAlias
 
 from planner.solver import Infeasible
 from planner.stage_problem import Choice, Point, Run, StageProblem
 from planner.stage_program import solve_program
 
+_Moves: TypeAlias = tuple[tuple[float, float, int, int], ...]
 TOUCH = 1e-9
 """Relative room for rounding."""
 
@@ -89,20 +91,21 @@ def _solved(runs: Sequence[HeldRun], room_bytes: float, gap: float) -> StagePoin
 
 def _descended(runs: Sequence[HeldRun], room_bytes: float) -> StagePoints | None:
     """The best over all limits on what a running block needs; None where even parts of blocks
-    would not fit."""
+    would not fit. A higher limit leaves less room, so it is no better where the moves that the last
+    one took are the same."""
     best, bound_s = None, inf
+    taken: list[_Moves] | None = None
+    steepest = inf
     for limit_bytes in sorted({p.transient_bytes for run in runs for p in run.points}):
-        lines = []
-        for run in runs:
-            line = run.line(limit_bytes)
-            if line is None:
-                break
-            lines.append(line)
+        lines = [line for run in runs if (line := run.line(limit_bytes)) is not None]
         if len(lines) < len(runs):
             continue
-        found = _greedy(runs, lines, room_bytes - limit_bytes)
+        if taken is not None and taken == [line.until(steepest) for line in lines]:
+            continue
+        found, steepest = _greedy(runs, lines, room_bytes - limit_bytes)
         if found is None:
             continue
+        taken = [line.until(steepest) for line in lines]
         bound_s = min(bound_s, found.bound_s)
         if best is None or found.seconds < best.seconds:
             best = found
@@ -111,11 +114,11 @@ def _descended(runs: Sequence[HeldRun], room_bytes: float) -> StagePoints | None
 
 def _greedy(
     runs: Sequence[HeldRun], lines: Sequence[_Line], room_bytes: float
-) -> StagePoints | None:
+) -> tuple[StagePoints | None, float]:
     """Blocks move from point to point of their hull, where a byte costs least first, until they
-    fit; the last move is of no more blocks than it takes."""
+    fit; the last move is of no more blocks than it takes. With the slope of that move."""
     excess = -room_bytes
-    seconds = 0.0
+    seconds = steepest = 0.0
     for run, line in zip(runs, lines, strict=True):
         excess += run.count * line.held
         seconds += run.count * line.seconds
@@ -125,18 +128,18 @@ def _greedy(
     for slope, size, here, there, r in moves:
         if excess <= room_bytes * TOUCH:
             break
-        count = runs[r].count
+        count, steepest = runs[r].count, slope
         moved = min(count, ceil(excess / size * (1 - TOUCH)))
         bound_s += min(excess, count * size) * slope
         seconds += moved * size * slope
         excess -= moved * size
         counts[r] = {here: count - moved, there: moved}
     if excess > abs(room_bytes) * TOUCH:
-        return None
+        return None, steepest
     choices = (
         Choice(r, o, n) for r, taken in enumerate(counts) for o, n in sorted(taken.items()) if n
     )
-    return StagePoints(tuple(choices), seconds, bound_s)
+    return StagePoints(tuple(choices), seconds, bound_s), steepest
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +150,12 @@ class _Line:
     first: int
     seconds: float
     held: float
-    moves: tuple[tuple[float, float, int, int], ...]
+    moves: _Moves
+
+    def until(self, slope: float) -> _Moves:
+        """The moves that are no steeper, with what precedes them."""
+        start = (self.seconds, self.held, self.first, self.first)
+        return (start, *(move for move in self.moves if move[0] <= slope))
 
 
 def _line(points: tuple[Point, ...], limit_bytes: float) -> _Line | None:

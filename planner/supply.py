@@ -6,14 +6,17 @@ what the bounds are made of. Shared by all candidates with the same local shapes
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from ir.cluster import Cluster, Mesh
+from ir.device import Device
 from ir.lower import Degrees, Lowered
 from ir.offload import offloads_activations
 from planner.boundary_sends import send_terms
 from planner.calibrated import cost_model
+from planner.cost import CostModel
 from planner.least_costs import LeastCosts
 from planner.offload import hosting_of
 from planner.pieces import Pieces, best_menu, priced, whole, with_menus
@@ -23,12 +26,15 @@ from planner.workload import Workload
 
 
 class Supply:
-    """`is_whole_batch`: the model needs all rows at once, so that its blocks depend on the mesh."""
+    """`is_whole_batch`: the model needs all rows at once, so that its blocks depend on the mesh.
+    `device`: in every place of its candidates; the cluster's, if it is not given."""
 
     def __init__(
-        self, work: Workload, cluster: Cluster, pins: Pins, *, is_whole_batch: bool
-    ) -> None:
+        self, work: Workload, cluster: Cluster, pins: Pins, *, is_whole_batch: bool,
+        device: Device | None = None,
+    ) -> None:  # fmt: skip
         self.work, self.cluster, self.pins = work, cluster, pins
+        self.device = device or cluster.device
         self.is_whole_batch = is_whole_batch
         self.known_shardings: dict[tuple[int, int], Shardings] = {}
         self.known_sharded: dict[tuple[Any, ...], ShardingResult] = {}
@@ -42,7 +48,9 @@ class Supply:
     def alone(self, rows: int) -> Pieces:
         """The pieces of one device."""
         if rows not in self.known_alone:
-            self.known_alone[rows] = self._priced(Candidate(Mesh(), 1, "1f1b", rows), self.whole)
+            alone, cluster = Mesh(), replace(self.cluster, device=self.device, nodes=())
+            candidate, cost = Candidate(alone, 1, "1f1b", rows), cost_model(cluster, alone)
+            self.known_alone[rows] = self._priced(candidate, self.whole, cost)
         return self.known_alone[rows]
 
     def lowered(self, rows: int, data: int, micro_batches: int) -> tuple[Lowered, ...]:
@@ -73,9 +81,11 @@ class Supply:
         saved_bytes = fast.held_bytes - small.held_bytes
         return (small.seconds - fast.seconds) / saved_bytes if saved_bytes > 0 else low_s
 
-    def _priced(self, candidate: Candidate, result: ShardingResult) -> Pieces:
+    def _priced(
+        self, candidate: Candidate, result: ShardingResult, cost: CostModel | None = None
+    ) -> Pieces:
         """Pieces without their menus."""
-        work, cost = self.work, cost_model(self.cluster, candidate.mesh)
+        work, cost = self.work, cost or cost_model(self.cluster, candidate.mesh)
         return priced(work.graph, work.flow, work.kinds, result, candidate.degrees, cost)
 
     @cached_property
@@ -96,7 +106,7 @@ class Supply:
             return self.whole
         count, exchange_s = candidate.micro_batches, self.least.state.exchange_s(candidate)
         mesh = candidate.mesh
-        cut = (mesh.pipeline, mesh.data, candidate.stages) if mesh.pipeline > 1 else None
+        cut = (mesh, candidate.stages) if mesh.pipeline > 1 else None
         key = (mesh.tensor, candidate.rows, count, price_s, exchange_s, cut)
         if key not in self.known_sharded:
             found = self.shardings(candidate)
@@ -106,6 +116,20 @@ class Supply:
                 count, price_s, exchange_s=exchange_s, sends=sends
             )
         return self.known_sharded[key]
+
+    def elsewhere(self, device: Device) -> Supply:
+        """For tensor groups that lie in another way; what the same device has is kept together."""
+        other = Supply(
+            self.work, self.cluster, self.pins, is_whole_batch=self.is_whole_batch, device=device
+        )
+        if device != self.device:
+            return other
+        other.known_alone = self.known_alone
+        other.least = replace(
+            other.least, known_frontiers=self.least.known_frontiers,
+            known_crossings=self.least.known_crossings, known_left=self.least.known_left,
+        )  # fmt: skip
+        return other
 
     @cached_property
     def whole(self) -> ShardingResult:

@@ -63,6 +63,6 @@ def simulate_plan(graph: Graph, plan: Plan) -> Simulated:
     shardings = tuple(decode(v, b) for v, b in zip(program.kinds, plan.blocks, strict=True))
     found = Pieces(shardings, program.state, program.lowered, storages, times, menus)
     prices = StagePrices(work, candidate, found, cost)
-    pipeline = prices.pipeline(program, pipeline_ports(plan.cluster, plan.mesh))
+    pipeline = prices.pipeline(program, pipeline_ports(cost.cluster, plan.mesh))
     prediction = prices.prediction(program, plan.prediction.bound_s)
     return Simulated(prediction, pipeline, simulate(pipeline))

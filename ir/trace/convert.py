@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -27,11 +28,15 @@ DROPPED = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
 def size_in_batch(size: Any, sizes: dict[Any, Any]) -> Any:
     """A size as an int or an expression in `BATCH`."""
     value = expression(size)
-    if isinstance(value, sympy.Basic):
-        value = sympy.simplify(value.subs(sizes)) if value.free_symbols else value
-        value = _plain_division(value)
-        return int(value) if value.is_Integer else value
-    return value
+    return _in_batch(value, tuple(sizes.items())) if isinstance(value, sympy.Basic) else value
+
+
+@lru_cache(maxsize=16384)
+def _in_batch(value: sympy.Basic, sizes: tuple[tuple[Any, Any], ...]) -> Any:
+    """Simplifying takes milliseconds, and a program has few different sizes."""
+    value = sympy.simplify(value.subs(dict(sizes))) if value.free_symbols else value
+    value = _plain_division(value)
+    return int(value) if value.is_Integer else value
 
 
 def _plain_division(value: sympy.Basic) -> sympy.Basic:

@@ -1,0 +1,82 @@
+"""The candidates of a search: meshes, micro-batches, schedules and ZeRO stages that pins leave.
+
+Input: a workload, a cluster, pins. Output: `Candidate`s, on all devices and, where those can't
+share the work, on fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ir.cluster import Cluster, Mesh
+from ir.errors import Refused
+from planner.approximations import divides_something
+from planner.fewer_devices import Shares, fewer_devices, tensor_degrees
+from planner.pins import Candidate, Pins, candidates, meshes, zero_stages
+from planner.workload import Workload
+
+
+@dataclass(frozen=True)
+class Options:
+    """`has_batch`: some input has rows to divide; `reason`: why the model needs all rows of a step
+    at once, if it does."""
+
+    work: Workload
+    cluster: Cluster
+    pins: Pins
+    has_batch: bool
+    reason: str | None
+
+    def of(self, found: Sequence[Mesh]) -> Iterator[Candidate]:
+        """All candidates of these meshes."""
+        for mesh in found:
+            for candidate in self._of_mesh(mesh):
+                for zero in zero_stages(self.pins, candidate):
+                    yield replace(candidate, zero=zero)
+
+    def check(self) -> None:
+        """`Refused` for pins that this model can't have."""
+        pins, calls = self.pins, len(self.work.graph.calls)
+        if pins.pipeline and pins.pipeline > calls:
+            raise Refused(
+                f"more devices than work: pipeline={pins.pipeline} stages need at least one "
+                f"block each, and the model has {calls}. Use at most pipeline={calls}."
+            )
+        why = self.reason or self.work.graph.fixed_batch or "no input has rows to cut"
+        if self._is_whole and (pins.micro_batches or 1) > 1:
+            raise Refused(f"{why}; plan with micro_batches=1.")
+        if self._is_whole and pins.is_interleaved:
+            raise Refused(
+                "the interleaved schedule needs at least as many micro-batches as pipeline ranks, "
+                f"and this model's batch can't be cut: {why}. So a step is one micro-batch. Use "
+                "schedule=1f1b."
+            )
+
+    def fewer(self, whole: Sequence[Mesh]) -> list[Mesh]:
+        """Meshes that leave devices idle."""
+        rows = self.work.global_batch if self.has_batch else 1
+        degrees = tensor_degrees(self.work.kinds, self.cluster.n_devices)
+        shares = Shares(len(self.work.graph.calls), rows, degrees, self._is_usable)
+        return fewer_devices(self.cluster, self.pins, whole, shares)
+
+    def on(self, devices: int) -> list[Mesh]:
+        """The meshes of so many devices that have candidates."""
+        return [m for m in meshes(self.pins, devices) if self._is_usable(m)]
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether a step is one micro-batch of all rows."""
+        return self.reason is not None or not self.has_batch
+
+    def _is_usable(self, mesh: Mesh) -> bool:
+        """Whether a mesh has candidates, and its tensor axis something to cut."""
+        useless = mesh.tensor > 1 and not divides_something(self.work.kinds, mesh.tensor)
+        return any(self.of([mesh])) and (not useless or self.pins.tensor is not None)
+
+    def _of_mesh(self, mesh: Mesh) -> Iterator[Candidate]:
+        calls = len(self.work.graph.calls)
+        if mesh.pipeline <= calls and (mesh.data == 1 or self.has_batch):
+            yield from candidates(
+                self.pins, mesh, self.work.global_batch, calls, whole_batch=self._is_whole
+            )

@@ -3,10 +3,11 @@
 100 models of at most six nodes on two devices are compared with every sharding, every set of kept
 values, every cut and every schedule; 100 chains of at most four layers on two to eight devices with
 all of these but the shardings, of which only those are tried that are the cheapest at some price
-of memory, without what pipeline ranks send. What `exhaustive` leaves out can't be the best. The search promises its gap, not equality: the tests
-print how often it is exactly equal (pytest -s). A refusal is compared with
-all plans that take up to a quarter longer than the best one with ample memory. So is an answer for
-few nodes that is slower than that, which leaves better plans beyond it unseen.
+of memory, without what pipeline ranks send; so the search can find better ones. All devices are
+used. What else `exhaustive` leaves out can't be the best. The search promises its gap, not
+equality: the tests print how often it is exactly equal (pytest -s). A refusal is compared with all
+plans that take up to a quarter longer than the best one with ample memory. So is an answer for few
+nodes that is slower than that, which leaves better plans beyond it unseen.
 """
 
 from collections.abc import Callable

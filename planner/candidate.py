@@ -139,18 +139,13 @@ class _Evaluation(StagePrices):
         return found
 
     def _best(self, limit_s: float) -> Evaluated | TooSlow:
-        """Where a rank passes the capacity by exact count, it is planned with less room, by as much
-        as it was too much, then by twice that."""
-        capacity, ranks = self.cost.capacity_bytes, self.candidate.mesh.pipeline
-        rooms = [float(capacity)] * ranks
+        """From more room than there is, since the stage problem counts too much; where a rank then
+        passes the capacity by exact count, with less than that plan fills, by as much as it was too
+        much, then by twice that."""
+        capacity = self.cost.capacity_bytes
+        rooms = [NEARLY * capacity] * self.candidate.mesh.pipeline
         for attempt in range(ATTEMPTS):
-            try:
-                plan = self._stages_within(rooms)
-            except Refused:
-                if attempt:
-                    raise
-                rooms = [NEARLY * capacity] * ranks
-                continue
+            plan = self._stages_within(rooms)
             program, stages = self._placed(plan)
             if limit_s < inf and (step_s := self.step_s(program)) > limit_s:
                 return TooSlow(step_s)
@@ -161,10 +156,25 @@ class _Evaluation(StagePrices):
                 return Evaluated(
                     self.candidate, self.found, _with_used_points(program), stages, prediction
                 )
-            rooms = [room - 2**attempt * e for room, e in zip(rooms, excess, strict=True)]
+            filled = self._filled_bytes(plan)
+            rooms = [
+                min(room, full) - 2**attempt * e if e else room
+                for room, full, e in zip(rooms, filled, excess, strict=True)
+            ]
             if min(rooms) <= 0:
                 break
         raise Refused(excess_message(prediction))
+
+    def _filled_bytes(self, plan: StagePlan) -> list[float]:
+        """Of each rank, as the stage problem counts; what running blocks need, of the worst of its
+        stages."""
+        ranks = self.candidate.mesh.pipeline
+        of_ranks = [plan.stage_memory[rank::ranks] for rank in range(ranks)]
+        return [
+            sum(m.persistent_bytes + m.saved_bytes for m in memories)
+            + max(m.transient_bytes for m in memories)
+            for memories in of_ranks
+        ]
 
     def _stages_within(self, rooms_bytes: Sequence[float]) -> StagePlan:
         """In so much memory of each rank."""
@@ -237,12 +247,13 @@ class _Evaluation(StagePrices):
         for point in self.found.menus[variant]:
             moves = self.moves.of(StageCall(calls[0], variant, point.label))
             working = point.transient_bytes + early_bytes(self.found, variant) + moves.whole_bytes
-            backward_s = sum(half.total_s for half in self._backward(variant, point))
+            halves_s = [half.total_s for half in self._backward(variant, point)]
             points.append(Point(
                 self._forward(variant, point).total_s + moves.forward_s,
-                backward_s + moves.backward_s + added_s,
+                sum(halves_s) + moves.backward_s + added_s,
                 point.saved_bytes + self._input_bytes(variant, calls, point),
                 state.held_bytes / n, working, point.label, self._pending_bytes(variant, point),
+                halves_s[1] + added_s if self.halves else 0.0,
             ))  # fmt: skip
         name = self.work.graph.calls[calls[0]].path or self.work.kinds[variant].block.name
         return Run(name, n, tuple(points), state.sync_s / n, state.update_s / n)

@@ -7,8 +7,9 @@ All devices are useless where they can't share the work: 7 of them a batch of 8,
 64. Where they can, a mesh of fewer devices does nothing that one of all devices doesn't do with
 more, so it is left out if a larger mesh *covers* it: has more than half its degree on every axis.
 Within such a step larger meshes trade one axis for another. What a larger mesh loses by its traffic
-alone is not looked at: over a slow network one node can be faster than two. Where nodes hold
-different devices, all nodes of each faster kind are looked at alone.
+alone is not looked at: over a slow network one node can be faster than two. But a mesh of all
+devices whose tensor axis has nothing to cut stands for one with fewer, whatever covers that. Where
+nodes hold different devices, all nodes of each faster kind are looked at alone.
 """
 
 from __future__ import annotations
@@ -55,7 +56,18 @@ def fewer_devices(
     for mesh in found:
         if not any(_covers(other, mesh) for other in kept) and mesh not in kept:
             kept.append(mesh)
+    kept += [mesh for mesh in _without_repetition(cluster, pins, shares) if mesh not in kept]
     return kept
+
+
+def _without_repetition(cluster: Cluster, pins: Pins, shares: Shares) -> Iterator[Mesh]:
+    """For meshes of all devices whose tensor axis has nothing to cut, by no part of its degree:
+    ranks that would repeat the work of others are left out."""
+    for mesh in meshes(pins, cluster.n_devices) if pins.tensor is None else ():
+        repeats = mesh.tensor > 1 and all(mesh.tensor % d for d in shares.tensor if d > 1)
+        smaller = Mesh(mesh.pipeline, mesh.data)
+        if repeats and seats(cluster, smaller.size) is not None and shares.usable(smaller):
+            yield smaller
 
 
 def _of_one_kind(cluster: Cluster, pins: Pins, shares: Shares) -> list[Mesh]:

@@ -64,10 +64,11 @@ class OffloadChoice:
         return self.pinned is None and candidate.offload != "none"
 
     def is_idle(self, candidate: Candidate) -> bool:
-        """Whether it would offload, and has room in any case."""
-        if not self.is_extra(candidate):
-            return False
+        """Whether it would offload, and has room in any case: by an even share, unless the same
+        without offload did not fit."""
         near = replace(candidate, offload="none")
+        if not self.is_extra(candidate) or self.tried.get(near) is False:
+            return False
         capacity_bytes = cost_model(self.least.cluster, candidate.mesh).capacity_bytes
         return self.least.most_bytes(near) <= ROOMY * capacity_bytes
 

@@ -112,21 +112,24 @@ def pipeline_step_s(
 
     `times` are of all stages of a rank together. With v virtual stages the fill, that is the sum
     less the slowest, takes a v-th of it. `weight_s`: the weights' half of each backward, where the
-    schedule splits it: a rank fills its wait with it.
+    schedule splits it: a rank fills its wait with it, and the step is the longest way, of all
+    micro-batches on one rank and the fill of the others.
 
     GPipe: exact, as two flow shops of identical jobs (also when its stages differ). The others are
     exact for equal stages, and 1F1B's an upper bound whenever the stages differ only by a factor;
     where forward and backward are unbalanced in opposite ways the true time can be some percent
     longer.
     """
-    fill_s = sum(forward + backward for forward, backward in times)
+    sum_s = sum(forward + backward for forward, backward in times)
     pace_s = slowest_s(times, schedule)
     if splits_backward(schedule) and weight_s:
-        saved_s = _filled_s(times, micro_batches, weight_s)
-        return micro_batches * pace_s + max(0.0, fill_s - pace_s - saved_s)
+        rounds = fill_rounds(len(times), micro_batches)
+        fills = [fill_s(*pair, rounds) for pair in zip(times, weight_s, strict=True)]
+        pairs = zip(times, fills, strict=True)
+        return max(micro_batches * (f + b) - fill for (f, b), fill in pairs) + sum(fills)
     if virtual_stages > 1:
-        return micro_batches * pace_s + max(0.0, fill_s - pace_s) / virtual_stages
-    return (micro_batches - 1) * pace_s + fill_s
+        return micro_batches * pace_s + max(0.0, sum_s - pace_s) / virtual_stages
+    return (micro_batches - 1) * pace_s + sum_s
 
 
 def shared_step_s(
@@ -151,19 +154,11 @@ def fill_rounds(ranks: int, micro_batches: int) -> float:
     return (min(micro_batches, ranks) - 1) / max(1, ranks - 1)
 
 
-def _filled_s(
-    times: Sequence[StageTime], micro_batches: int, weight_s: Sequence[float]
-) -> float:
-    """What zero-bubble takes off the fill of 1F1B, the slowest rank's left out: the weights' half,
-    which no longer is in the way, and as much of the wait as it can fill."""
-    ranks = len(times)
-    slowest = max(range(ranks), key=lambda r: times[r][0] + times[r][1])
-    rounds = fill_rounds(ranks, micro_batches)
-    return sum(
-        weight + rounds * min(backward - weight, weight)
-        for r, ((_, backward), weight) in enumerate(zip(times, weight_s, strict=True))
-        if r != slowest
-    )
+def fill_s(times: StageTime, weight_s: float, rounds: float) -> float:
+    """What a rank adds to the fill of zero-bubble: not the weights' half, which no longer is in the
+    way, and less of the rest where the wait is filled with it."""
+    forward, backward = times
+    return forward + backward - weight_s - rounds * min(backward - weight_s, weight_s)
 
 
 def bubble_s(

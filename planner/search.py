@@ -65,6 +65,8 @@ MOST_REFUSALS = 40
 """Candidates that turn out not to fit before the same."""
 MOST_PRICES = 4
 """Prices of memory under which the blocks of a candidate are sharded."""
+MOST_BETWEEN = 3
+"""Prices between one under which a candidate does not fit and one under which it does."""
 HOPE = 0.03
 """A candidate that is slower than the best by more is not sharded for less memory."""
 STEEP = 1e4
@@ -317,7 +319,8 @@ class _Search:
 
     def _try(self, candidate: Candidate, best: _Best) -> bool:
         """Evaluates a candidate, first as if a byte cost nothing; if it does not fit so, with as
-        few as it can; then at what the last plan says a byte is worth. Whether it may fit."""
+        few as it can, and between; then at what the last plan says a byte is worth. Whether it may
+        fit."""
         price_s, tried, fits, dearer = 0.0, list[Pieces](), False, [1.0, STEEP]
         for _ in range(MOST_PRICES if candidate.mesh.tensor > 1 else 1):
             pieces = self.supply.pieces(candidate, price_s)
@@ -328,6 +331,8 @@ class _Search:
             limit_s = best.step_s * (1 + HOPE)
             found = None if is_known else self._evaluated(candidate, pieces, limit_s)
             if isinstance(found, TooSlow):
+                if not fits and price_s:
+                    self._between(candidate, best, price_s)
                 fits = True
                 break
             if found is None:
@@ -335,6 +340,8 @@ class _Search:
                     break
                 price_s = dearer.pop() * whole_price_s(pieces)
                 continue
+            if not fits and price_s:
+                self._between(candidate, best, price_s)
             fits = True
             best.offer(found)
             if recomputed_share(found) < SLACK:
@@ -349,6 +356,24 @@ class _Search:
             self.patient_since += 1  # what leaves devices idle takes nothing from the others
         self.refusals += not fits
         return fits
+
+    def _between(self, candidate: Candidate, best: _Best, high_s: float) -> None:
+        """Evaluates a candidate that fits at a price of memory, and not without one, at prices
+        between: each is where the nearest tried shardings, one of either kind, cost the same."""
+        supply, low_s = self.supply.of(candidate.mesh), 0.0
+        for _ in range(MOST_BETWEEN):
+            known = [supply.pieces(candidate, price_s) for price_s in (low_s, high_s)]
+            price_s = supply.level_price_s(candidate, low_s, high_s)
+            pieces = supply.pieces(candidate, price_s)
+            if any(pieces is other for other in known):
+                break
+            found = self._evaluated(candidate, pieces, best.step_s * (1 + HOPE))
+            if found is None:
+                low_s = price_s
+                continue
+            high_s = price_s
+            if isinstance(found, Evaluated):
+                best.offer(found)
 
     def _evaluated(
         self, candidate: Candidate, pieces: Pieces, limit_s: float = inf

@@ -7,7 +7,7 @@ node, one layout per state tensor and boundary, and the proven bound of their se
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ir.graph import Graph
@@ -17,18 +17,21 @@ from ir.variants import Variant
 from planner.cost import CostModel
 from planner.node_prices import NodePrices
 from planner.sharding_program import Habits, ShardingProgram
-from planner.solver import Relaxation, Solution
+from planner.solver import Relaxation, Solution, Term
 
 
 @dataclass(frozen=True)
 class ShardingResult:
-    """A `Sharding` per variant, the layout of every state tensor, and the proven gap."""
+    """A `Sharding` per variant, the layout of every state tensor, and the proven gap; of what was
+    minimised the `seconds`, and the bytes of state that have a price beside them."""
 
     shardings: tuple[Sharding, ...]
     state: dict[str, Placement]
     objective_s: float
     bound_s: float
     variables: int
+    seconds: float = 0.0
+    held_bytes: float = 0.0
 
 
 @dataclass
@@ -70,18 +73,20 @@ class Shardings:
 
     def cheapest(
         self, micro_batches: int, byte_price_s: float = 0.0, *, exchange_s: float = 0.0,
-        gap: float = 0.001,
+        sends: Sequence[Term] = (), gap: float = 0.001,
     ) -> ShardingResult:  # fmt: skip
         """The sharding of the least seconds per micro-batch, when a byte of parameters, gradients
         and optimizer state that is held costs so many, and a byte that is trained `exchange_s`
-        per step on the data axis."""
+        per step on the data axis; with `sends` between pipeline ranks."""
         program = self.built.program
-        terms = program.cost(micro_batches, byte_price_s, exchange_s)
+        terms = [*program.cost(micro_batches, byte_price_s, exchange_s), *sends]
         solution = self.relaxation.minimum(terms)
         if not solution.is_integral:
             program.model.minimise(terms)
             solution = program.model.solve(gap)
-        return _decoded(self.built, solution)
+        held_bytes = sum(size * solution[v] for size, v in program.sizes)
+        seconds = solution.objective - byte_price_s * held_bytes
+        return replace(_decoded(self.built, solution), seconds=seconds, held_bytes=held_bytes)
 
 
 def shard(

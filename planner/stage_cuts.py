@@ -2,7 +2,8 @@
 
 Input: seconds[s,a,b], what stage s costs per micro-batch if it holds blocks a..b-1 (infinity if
 it can't). Output: the cuts of the shortest step. Costs that are too low give a lower bound of
-every plan's step; `relaxed_seconds` makes such costs, from linear relaxations.
+every plan's step; `relaxed_seconds` makes such costs, from linear relaxations. Where a backward is
+split, a stage costs what it adds to the fill as well (`relaxed_fill_s`).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.schedule import fill_rounds
 from planner.stage_problem import StageProblem
 
 Array = NDArray[np.float64]
@@ -24,21 +26,28 @@ class Cuts(NamedTuple):
     at: tuple[int, ...]
 
 
-def best_cuts(seconds: Array, tail: Array, micro_batches: int) -> Cuts | None:
+def best_cuts(
+    seconds: Array, tail: Array, micro_batches: int, fill: Array | None = None
+) -> Cuts | None:
     """The cuts that minimise (M - 1) max seconds + sum seconds + max tail; None if there are none.
 
     seconds: [stages, blocks + 1, blocks + 1]. tail: [blocks + 1, blocks + 1], once per step.
     Exact: for fixed limits on both maxima the sum is a shortest path, and each limit is lowered
-    step by step until no lower one can pay.
+    step by step until no lower one can pay. With `fill`, of the shape of `seconds`, the cuts
+    minimise max (M seconds - fill) + sum fill + max tail.
     """
+    weight, paces, sums = micro_batches - 1, seconds, seconds
+    if fill is not None:
+        weight, paces = 1, micro_batches * seconds - fill
+        sums = np.where(np.isfinite(seconds), fill, np.inf)
 
     def within_tail(tail_limit: float) -> Cuts:
-        kept = np.where(tail <= tail_limit, seconds, np.inf)
+        kept = np.where(tail <= tail_limit, paces, np.inf)
 
         def within_both(limit: float) -> Cuts:
-            return _shortest_path(np.where(kept <= limit, kept, np.inf))
+            return _shortest_path(np.where(kept <= limit, sums, np.inf))
 
-        return _lowered_limit(micro_batches - 1, kept, within_both)
+        return _lowered_limit(weight, kept, within_both)
 
     cuts = _lowered_limit(1, np.where(np.isfinite(seconds), tail, np.inf), within_tail)
     return cuts if np.isfinite(cuts.cost_s) else None
@@ -54,6 +63,28 @@ def relaxed_seconds(problem: StageProblem) -> Array:
     where only prices at which two points of a run cost the same can be best.
     """
     return np.stack([_relaxed_stage(problem, stage) for stage in range(problem.stages)])
+
+
+def relaxed_fill_s(problem: StageProblem) -> Array:
+    """[stages, blocks + 1, blocks + 1]: lower bounds of what a stage adds to a zero-bubble fill.
+
+    F + B - rounds min(B, W), with B and W of the halves, is the larger of two sums over blocks.
+    """
+    rounds = fill_rounds(problem.stages, problem.micro_batches)
+    early = [
+        min(p.forward_s + (1 - rounds) * (p.backward_s - p.weight_s) for p in run.points)
+        for run in problem.runs
+    ]
+    late = [
+        min(p.forward_s + p.backward_s - (1 + rounds) * p.weight_s for p in run.points)
+        for run in problem.runs
+    ]
+    sends_s = [problem.exposed_send_s(stage) for stage in range(problem.stages)]
+    return np.stack([
+        np.maximum(
+            sums(problem, early) + (1 - rounds / 2) * send_s, sums(problem, late) + send_s
+        ) for send_s in sends_s
+    ])  # fmt: skip
 
 
 def tail_seconds(problem: StageProblem) -> Array:

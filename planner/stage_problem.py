@@ -18,7 +18,7 @@ class Point:
 
     `saved_bytes` is kept from forward to backward, per micro-batch in flight; `persistent_bytes`
     (weights, gradients, optimizer state) always; `transient_bytes` while the block runs;
-    `pending_bytes` between the halves of a split backward.
+    `pending_bytes` between the halves of a split backward, of which `weight_s` is the second.
     """
 
     forward_s: float
@@ -28,6 +28,7 @@ class Point:
     transient_bytes: float
     label: str = ""
     pending_bytes: float = 0.0
+    weight_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +157,14 @@ def price(problem: StageProblem, assignment: Assignment, bound_s: float = 0.0) -
         sum(c.count * (problem.runs[c.run].sync_s + problem.runs[c.run].optimizer_s) for c in stage)
         for stage in assignment
     )
-    step_s = pipeline_step_s(times, problem.micro_batches, problem.schedule) + tail_s
+    weight_s = weights_s(problem, assignment)
+    shape = problem.micro_batches, problem.schedule
+    step_s = pipeline_step_s(times, *shape, weight_s=weight_s) + tail_s
     bound_s = min(bound_s, step_s)
     return StagePlan(
         assignment=assignment,
         step_s=step_s,
-        bubble_s=bubble_s(times, problem.micro_batches, problem.schedule),
+        bubble_s=bubble_s(times, *shape, weight_s=weight_s),
         tail_s=tail_s,
         stage_times=times,
         stage_memory=tuple(stage_memory(problem, s, st) for s, st in enumerate(assignment)),
@@ -177,6 +180,14 @@ def stage_time(problem: StageProblem, stage: int, choices: Sequence[Choice]) -> 
     return (
         sum(count * point.forward_s for point, count in points) + send_s,
         sum(count * point.backward_s for point, count in points) + send_s,
+    )
+
+
+def weights_s(problem: StageProblem, assignment: Assignment) -> tuple[float, ...]:
+    """Per stage the weights' half of one micro-batch's backward."""
+    return tuple(
+        sum(c.count * problem.runs[c.run].points[c.point].weight_s for c in choices)
+        for choices in assignment
     )
 
 

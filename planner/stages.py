@@ -19,8 +19,18 @@ from time import monotonic
 import numpy as np
 
 from ir.errors import Refused
-from planner.stage_cuts import Array, best_cuts, copies_bytes, relaxed_seconds, tail_seconds
-from planner.stage_points import HeldRun, held_run, stage_points
+from ir.schedules import splits_backward
+from planner.schedule import fill_rounds
+from planner.split_stages import filling, is_late, least_fill_s, suited
+from planner.stage_cuts import (
+    Array,
+    best_cuts,
+    copies_bytes,
+    relaxed_fill_s,
+    relaxed_seconds,
+    tail_seconds,
+)
+from planner.stage_points import HeldRun, StagePoints, held_run, stage_points
 from planner.stage_problem import Choice, StagePlan, StageProblem, price
 from planner.stage_program import solve_program
 from planner.stage_refusal import memory_message
@@ -57,13 +67,11 @@ def _search_cuts(problem: StageProblem, gap: float, deadline: float) -> StagePla
     """The best plan found when no cheaper cuts are left, within the gap or out of time."""
     costs = StageCosts.relaxed(problem, gap)
     tail, best, bound_s = tail_seconds(problem), None, 0.0
-    while cuts := best_cuts(costs.seconds, tail, problem.micro_batches):
+    while cuts := best_cuts(costs.seconds, tail, problem.micro_batches, costs.fill):
         bound_s = max(bound_s, cuts.cost_s)
         stages = [(s, a, b) for s, (a, b) in enumerate(pairwise(cuts.at))]
         is_news = costs.make_exact(stages)
-        choices = [costs.choices[stage] for stage in stages]
-        if all(choices):
-            plan = price(problem, tuple(c for c in choices if c), bound_s)
+        if (plan := costs.plan(stages)) is not None:
             best = plan if best is None or plan.step_s < best.step_s else best
         if best and (_gap(best, bound_s) <= gap or not is_news or monotonic() > deadline):
             return price(problem, best.assignment, bound_s)
@@ -79,11 +87,17 @@ def _gap(plan: StagePlan, bound_s: float) -> float:
     return (plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0
 
 
+def _shifted(found: StagePoints, first_run: int) -> tuple[Choice, ...]:
+    """The choices, with the runs of the whole problem."""
+    return tuple(replace(c, run=c.run + first_run) for c in found.choices)
+
+
 @dataclass(slots=True)
 class StageCosts:
     """seconds[s,a,b] of every possible stage: a lower bound, or exact where `choices` has it.
 
-    A stage that can't fit has infinite seconds, and None for its choices.
+    A stage that can't fit has infinite seconds, and None for its choices. Where a backward is
+    split, `fill` is the least that stages add to the fill, and `leanest` the choices for it.
     """
 
     problem: StageProblem
@@ -91,11 +105,14 @@ class StageCosts:
     seconds: Array
     copies: Array
     choices: dict[Stage, tuple[Choice, ...] | None]
+    fill: Array | None = None
+    leanest: dict[Stage, tuple[Choice, ...]] = field(default_factory=dict)
     held: dict[tuple[int, int], HeldRun] = field(default_factory=dict)
 
     @staticmethod
     def relaxed(problem: StageProblem, gap: float) -> "StageCosts":
-        return StageCosts(problem, gap, relaxed_seconds(problem), copies_bytes(problem), {})
+        fill = relaxed_fill_s(problem) if splits_backward(problem.schedule) else None
+        return StageCosts(problem, gap, relaxed_seconds(problem), copies_bytes(problem), {}, fill)
 
     def make_exact(self, stages: list[Stage]) -> bool:
         """Solve the stages that are not solved yet; whether there were any."""
@@ -104,6 +121,14 @@ class StageCosts:
             self._solve(stage)
         return bool(unsolved)
 
+    def plan(self, stages: list[Stage]) -> StagePlan | None:
+        """Of solved stages; None where one does not fit."""
+        choices = [c for stage in stages if (c := self.choices[stage])]
+        if len(choices) < len(stages):
+            return None
+        leanest = [self.leanest[stage] for stage in stages] if self.fill is not None else choices
+        return suited(self.problem, choices, leanest)
+
     def _solve(self, stage: Stage) -> None:
         """The least seconds of a stage, for it and all that hold the same blocks."""
         s, a, b = stage
@@ -111,11 +136,22 @@ class StageCosts:
         seconds, choices = np.inf, None
         if found := stage_points(alone, room_bytes, self.gap / 2):
             seconds = found.bound_s + self.problem.exposed_send_s(s)
-            choices = tuple(replace(c, run=c.run + first_run) for c in found.choices)
+            choices = _shifted(found, first_run)
         for first in self._same_blocks(a, b):
             same = (s, first, first + b - a)
             self.seconds[same] = max(seconds, self.seconds[same])
             self.choices[same] = choices
+        if self.fill is not None and choices:
+            late = is_late(self.problem, choices)
+            rounds = fill_rounds(self.problem.stages, self.problem.micro_batches)
+            lean = [filling(run, rounds, late=late) for run in alone]
+            least = stage_points(lean, room_bytes, self.gap / 2)
+            assert least is not None  # the same bytes as before
+            fill_s = least_fill_s(self.problem, s, least.bound_s, late=late)
+            for first in self._same_blocks(a, b):
+                same = (s, first, first + b - a)
+                self.fill[same] = max(fill_s, self.fill[same])
+                self.leanest[same] = _shifted(least, first_run)
 
     def _alone(self, stage: Stage) -> tuple[tuple[HeldRun, ...], float, int]:
         """What the stage holds, the bytes it may fill, and the index of its first run."""

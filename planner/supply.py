@@ -14,6 +14,7 @@ from ir.cluster import Cluster, Mesh
 from ir.device import Device
 from ir.lower import Degrees, Lowered
 from ir.offload import offloads_activations
+from planner.boundary_sends import send_terms
 from planner.calibrated import cost_model
 from planner.cost import CostModel
 from planner.least_costs import LeastCosts
@@ -36,7 +37,7 @@ class Supply:
         self.device = device or cluster.device
         self.is_whole_batch = is_whole_batch
         self.known_shardings: dict[tuple[int, int], Shardings] = {}
-        self.known_sharded: dict[tuple[int, int, int, float, float], ShardingResult] = {}
+        self.known_sharded: dict[tuple[Any, ...], ShardingResult] = {}
         self.known_pieces: dict[tuple[Any, ...], Pieces] = {}
         self.known_alone: dict[int, Pieces] = {}
         self.least = LeastCosts(
@@ -73,6 +74,13 @@ class Supply:
             self.known_pieces[key] = with_menus(found, graph, self.work.kinds, menu_of)
         return self.known_pieces[key]
 
+    def level_price_s(self, candidate: Candidate, low_s: float, high_s: float) -> float:
+        """The price of memory at which the shardings under two prices cost the same; what is
+        cheapest there lies between them on the curve of seconds over bytes, or is one of them."""
+        fast, small = (self._sharding(candidate, price_s) for price_s in (low_s, high_s))
+        saved_bytes = fast.held_bytes - small.held_bytes
+        return (small.seconds - fast.seconds) / saved_bytes if saved_bytes > 0 else low_s
+
     def _priced(
         self, candidate: Candidate, result: ShardingResult, cost: CostModel | None = None
     ) -> Pieces:
@@ -97,10 +105,16 @@ class Supply:
         if candidate.mesh.tensor == 1:
             return self.whole
         count, exchange_s = candidate.micro_batches, self.least.state.exchange_s(candidate)
-        key = (candidate.mesh.tensor, candidate.rows, count, price_s, exchange_s)
+        mesh = candidate.mesh
+        cut = (mesh, candidate.stages) if mesh.pipeline > 1 else None
+        key = (mesh.tensor, candidate.rows, count, price_s, exchange_s, cut)
         if key not in self.known_sharded:
             found = self.shardings(candidate)
-            self.known_sharded[key] = found.cheapest(count, price_s, exchange_s=exchange_s)
+            cost = cost_model(self.cluster, mesh)
+            sends = send_terms(found.built, self.work.variant_of, candidate, cost)
+            self.known_sharded[key] = found.cheapest(
+                count, price_s, exchange_s=exchange_s, sends=sends
+            )
         return self.known_sharded[key]
 
     def elsewhere(self, device: Device) -> Supply:

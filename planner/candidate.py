@@ -44,8 +44,9 @@ ATTEMPTS = 6
 """How often the stages are planned again with less room when the exact bytes pass the capacity."""
 
 
-NEARLY = 1.2
-"""Over the capacity: what the stage problem takes for too large by no more may fit."""
+NEARLY, NEARLY_AT_MOMENTS = 1.2, 1.03
+"""Over the capacity: what the stage problem takes for too large by no more may fit. Of ranks
+of several stages it counts what they hold at a moment, and not stage by stage."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ class _Evaluation(StagePrices):
         passes the capacity by exact count, with less than that plan fills, by as much as it was too
         much, then by twice that."""
         capacity = self.cost.capacity_bytes
-        rooms = [NEARLY * capacity] * self.candidate.mesh.pipeline
+        nearly = NEARLY if self.candidate.virtual_stages == 1 else NEARLY_AT_MOMENTS
+        rooms = [nearly * capacity] * self.candidate.mesh.pipeline
         for attempt in range(ATTEMPTS):
             plan = self._stages_within(rooms)
             program, stages = self._placed(plan)
@@ -166,15 +168,10 @@ class _Evaluation(StagePrices):
         raise Refused(excess_message(prediction))
 
     def _filled_bytes(self, plan: StagePlan) -> list[float]:
-        """Of each rank, as the stage problem counts; what running blocks need, of the worst of its
-        stages."""
-        ranks = self.candidate.mesh.pipeline
-        of_ranks = [plan.stage_memory[rank::ranks] for rank in range(ranks)]
-        return [
-            sum(m.persistent_bytes + m.saved_bytes for m in memories)
-            + max(m.transient_bytes for m in memories)
-            for memories in of_ranks
-        ]
+        """Of each rank, as the stage problem counts."""
+        if self.candidate.virtual_stages > 1:
+            return self._interleaving.filled_bytes(plan)
+        return [memory.peak_bytes for memory in plan.stage_memory]
 
     def _stages_within(self, rooms_bytes: Sequence[float]) -> StagePlan:
         """In so much memory of each rank."""

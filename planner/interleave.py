@@ -26,7 +26,7 @@ from ir.errors import Refused
 from ir.schedules import Held
 from planner.stage_cuts import sums
 from planner.stage_points import TOUCH, HeldRun, StagePoints, held_run, stage_points
-from planner.stage_problem import Choice, StagePlan, StageProblem, moment_bytes, price
+from planner.stage_problem import Choice, Point, StagePlan, StageProblem, moment_bytes, price
 from planner.stage_refusal import memory_message
 
 TRIES = 8
@@ -57,6 +57,18 @@ class Interleaving:
             virtual = problem.stages // self.ranks
             raise Refused(memory_message(replace(problem, capacity_bytes=(*shares,) * virtual)))
         return price(problem, choices)
+
+    def filled_bytes(self, plan: StagePlan) -> list[float]:
+        """Of each rank, at its fullest moment."""
+        runs, filled = self.problem.runs, []
+        for rank in range(self.ranks):
+            chosen = [
+                (place, choice.count, runs[choice.run].points[choice.point])
+                for place, stage in enumerate(plan.assignment[rank :: self.ranks])
+                for choice in stage
+            ]
+            filled.append(_most_bytes(chosen, self.problem.moments[rank])[0])
+        return filled
 
 
 def least_blocks(blocks: int, stages: int) -> int:
@@ -196,14 +208,7 @@ class _Descent:
             (places[c.run][0], c.count, self.problem.runs[places[c.run][1]].points[c.point])
             for c in points.choices
         ]
-        always = max(point.transient_bytes for _, _, point in chosen)
-        always += sum(count * point.persistent_bytes for _, count, point in chosen)
-        held, moment = max(
-            (sum(count * moment_bytes(moment[place], point) for place, count, point in chosen),
-             moment)
-            for moment in self.problem.moments[rank]
-        )  # fmt: skip
-        return always + held, moment
+        return _most_bytes(chosen, self.problem.moments[rank])
 
     def _tail_s(self, contents: tuple[Content, ...]) -> float:
         runs = self.problem.runs
@@ -211,6 +216,19 @@ class _Descent:
             count * (runs[r].sync_s + runs[r].optimizer_s)
             for content in contents for r, count in content
         )  # fmt: skip
+
+
+def _most_bytes(
+    chosen: Sequence[tuple[int, int, Point]], moments: Sequence[Moment]
+) -> tuple[float, Moment]:
+    """Of blocks by (place of their stage, number, point); and at which moment."""
+    always = max(point.transient_bytes for _, _, point in chosen)
+    always += sum(count * point.persistent_bytes for _, count, point in chosen)
+    held, moment = max(
+        (sum(count * moment_bytes(moment[place], point) for place, count, point in chosen), moment)
+        for moment in moments
+    )
+    return always + held, moment
 
 
 def _mean(moments: Sequence[Moment]) -> list[Held]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, starmap
+from itertools import groupby, pairwise, starmap
 from math import inf
 from typing import Protocol
 
@@ -60,13 +60,16 @@ def frontier(program: Priced, prices: int = PRICES) -> Frontier:
     below = sorted([*lines, *edges], key=lambda line: line.price)
     last = below[-1]
     end = (max(flat.value, last.value - last.price * least_bytes), least_bytes)
-    return Frontier((*_corners(below), end), tuple(lines))
+    corners = [corner for corner in _corners(below) if corner[1] > least_bytes * (1 + 1e-9)]
+    return Frontier((*corners, end), tuple(lines))
 
 
 def _corners(lines: Sequence[Line]) -> Iterator[tuple[float, float]]:
-    """Where lines of rising price cross; three lines through one point make one corner."""
+    """Where lines of rising price cross; three lines through one point make one corner. Of lines
+    of one price, which seconds that hardly differ can lead to, the first stands for all."""
+    rising = [next(group) for _, group in groupby(lines, key=lambda line: line.price)]
     before = inf
-    for seconds, held in starmap(_crossing, pairwise(lines)):
+    for seconds, held in starmap(_crossing, pairwise(rising)):
         if held < before * (1 - 1e-9):
             yield seconds, held
         before = held

@@ -11,10 +11,17 @@ from dataclasses import dataclass, replace
 
 from ir.cluster import Cluster, Mesh
 from ir.errors import Refused
+from ir.seats import seats, shares_cores
 from planner.approximations import divides_something
 from planner.fewer_devices import Shares, fewer_devices, tensor_degrees
+from planner.least_costs import LeastCosts
 from planner.pins import Candidate, Pins, candidates, meshes, zero_stages
 from planner.workload import Workload
+
+FEW = 16
+"""Devices of which any smaller number is looked at."""
+MANY_ROWS = 8
+"""Of a micro-batch that computes about as fast as it can."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,32 @@ class Options:
         degrees = tensor_degrees(self.work.kinds, self.cluster.n_devices)
         shares = Shares(len(self.work.graph.calls), rows, degrees, self._is_usable)
         return fewer_devices(self.cluster, self.pins, whole, shares)
+
+    def fewer_than(self, devices: int, least: LeastCosts, step_s: float) -> list[Mesh]:
+        """Meshes of fewer devices that could take less than a step by what they compute: of any
+        number up to `FEW`, else of halves. None where the pins say how many, or on a machine that
+        was measured as it is, all processes at once."""
+        pins = self.pins
+        if (pins.pipeline and pins.data and pins.tensor) or shares_cores(self.cluster):
+            return []
+        counts = list(range(devices - 1, 0, -1))
+        if devices > FEW:
+            counts = [devices >> n for n in range(1, devices.bit_length())]
+        alone_s = self._alone_s(least)
+        return [
+            mesh for count in counts if alone_s < count * step_s and seats(self.cluster, count)
+            for mesh in self.on(count)
+        ]
+
+    def _alone_s(self, least: LeastCosts) -> float:
+        """Of a step's computation on one device, with few or with all rows at once."""
+        batch, seconds = self.work.global_batch, []
+        for rows in dict.fromkeys((1, min(batch, MANY_ROWS))):
+            alone = Candidate(Mesh(), max(1, batch // rows), "1f1b", rows)
+            blocks = zip(self.work.kinds, least.blocks(alone, exact=False), strict=True)
+            each_s = sum(len(kind.calls) * sum(b.node_s.values()) for kind, b in blocks)
+            seconds.append(each_s * batch / rows)
+        return min(seconds)
 
     def on(self, devices: int) -> list[Mesh]:
         """The meshes of so many devices that have candidates."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import gcd, isqrt, prod
 from typing import Any
 
 from ir.cluster import AXES, Mesh
@@ -27,6 +27,8 @@ WORDS: Mapping[str, tuple[object, ...]] = {
     "schedule": SCHEDULES, "recompute": RECOMPUTE, "zero": ZERO_STAGES, "offload": OFFLOADS,
 }  # fmt: skip
 """What those pins may be that are no counts."""
+MOST_ROWS = 2**31 - 1
+"""Of a global batch."""
 VIRTUAL_STAGES = (2, 4, 8)
 """Stages per rank that the interleaved schedule is tried with: each halves the fill once more, and
 doubles what is sent."""
@@ -107,7 +109,8 @@ def read_pins(values: Mapping[str, Any] | None) -> Pins:
 
 
 def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def nearest(number: int, asked: int) -> str:
@@ -139,8 +142,7 @@ def parse_pins(text: str, *, micro_batches: int | None = None) -> dict[str, int 
 
 def check_batch(graph: Graph, global_batch: int) -> None:
     """The capture must be valid for this batch."""
-    if type(global_batch) is not int or global_batch < 1:
-        raise UsageError(f"global batch {global_batch!r}: it must be a whole number of at least 1.")
+    check_rows(global_batch)
     for guard in graph.guards:
         if not bool(guard.subs(BATCH, global_batch)):
             raise Refused(
@@ -189,12 +191,12 @@ def check_pins(
         )
     if global_batch is None:
         return
-    if type(global_batch) is not int or global_batch < 1:
-        raise UsageError(f"global batch {global_batch!r}: it must be a whole number of at least 1.")
+    check_rows(global_batch)
     if global_batch % data:
         raise UsageError(
             f"a global batch of {global_batch} can't be divided by data={data}. Use "
-            f"data={nearest(global_batch, data)}, or a global batch that is a multiple of {data}."
+            f"data={nearest(gcd(global_batch, n_devices), data)}, or a global batch that is a "
+            f"multiple of {data}."
         )
     local = global_batch // data
     if pins.micro_batches and local % pins.micro_batches:
@@ -203,6 +205,14 @@ def check_pins(
             f"{local} rows{ranks} can't be divided into {pins.micro_batches} micro-batches. Use "
             f"micro_batches={nearest(local, pins.micro_batches)}."
         )
+
+
+def check_rows(global_batch: int) -> None:
+    """A whole number of rows that a step can have."""
+    if type(global_batch) is not int or global_batch < 1:
+        raise UsageError(f"global batch {global_batch!r}: it must be a whole number of at least 1.")
+    if global_batch > MOST_ROWS:
+        raise UsageError(f"global batch {global_batch}: a step has at most {MOST_ROWS} rows.")
 
 
 def _check_order(pins: Pins, n_devices: int) -> None:

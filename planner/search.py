@@ -39,13 +39,7 @@ from planner.offload import HostFull, check_offload
 from planner.offload_choice import OffloadChoice
 from planner.options import Options
 from planner.pieces import Pieces
-from planner.pins import (
-    Candidate,
-    Pins,
-    check_batch,
-    check_pins,
-    read_pins,
-)
+from planner.pins import Candidate, Pins, check_batch, check_pins, read_pins
 from planner.places import PlacedBounds, Supplies
 from planner.price import OPTIMIZER_TENSORS
 from planner.shortage import does_not_fit
@@ -126,7 +120,7 @@ def plan(
 
 @dataclass
 class _Best:
-    """The best plan so far, by step, then by fewer idle devices, fewer stages, more data ranks, a
+    """The best plan so far, by step, then by fewer devices, fewer stages, more data ranks, a
     simpler schedule, less divided."""
 
     found: Evaluated | None = None
@@ -151,7 +145,7 @@ def _simplicity(candidate: Candidate) -> tuple[int, ...]:
     """Of equally good candidates the least comes first."""
     mesh = candidate.mesh
     return (
-        -mesh.size, mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.virtual_stages,
+        mesh.size, mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.virtual_stages,
         SCHEDULES.index(candidate.schedule), candidate.zero,
         OFFLOADS.index(candidate.offload),
     )  # fmt: skip
@@ -186,6 +180,9 @@ class _Search:
         first ones, if any of them fits."""
         everything, best = list(self._candidates()), _Best()
         bound_s = self._improve(best, everything)
+        smaller = self._smaller(best, everything)
+        bound_s = min(bound_s, self._improve(best, smaller))
+        everything += smaller
         more = self.offload.more(everything, best.found)
         is_plain = best.found is not None
         offloaded_s = self._improve(best, more)
@@ -201,6 +198,14 @@ class _Search:
                 raise no_sizes(self.work.graph, self.pins, self.cluster.n_devices, rows)
             raise self._nothing_fits(everything + more)
         return self._bounded(best.found, bound_s)
+
+    def _smaller(self, best: _Best, tried: list[Candidate]) -> list[Candidate]:
+        """On fewer devices, where those could be faster: what one device computes, shared by so
+        few, takes less than the best plan, in which communication or waiting takes longer."""
+        fewer = self.options.fewer_than(self.cluster.n_devices, self.bounds.least, best.step_s)
+        known = {candidate.mesh for candidate in tried}
+        meshes = [mesh for mesh in fewer if mesh not in known]
+        return [replace(c, offload=self.offload.words[0]) for c in self.options.of(meshes)]
 
     def _improve(self, best: _Best, options: list[Candidate]) -> float:
         """Best first: of all candidates the one of the least bound is bounded more closely, and

@@ -9,7 +9,7 @@ the tensors after the last (the optimizer's too), and whether all replicas are b
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from runtime.errors import Refused, RuntimeFailure
-from runtime.rounding import moved_by_rounding, scale_of
+from runtime.rounding import moved_by_rounding, scale_of, untrained
 from runtime.trainer import Trainer, run_threads
 
 TOLERANCE = 1e-9
@@ -269,10 +269,11 @@ def compare(
     by_tensor = moved_by_rounding([run.tensors for run in nudged], wanted.tensors)
     states = [run.optimizer_state for run in nudged]
     by_state = moved_by_rounding(states, wanted.optimizer_state)
+    free = untrained(wanted.gradients)
     grad, worst_grad = _worst(found.gradients, wanted.gradients, by_gradient)
     param, worst_param = max(
-        _worst(found.tensors, wanted.tensors, by_tensor, update),
-        _worst(found.optimizer_state, wanted.optimizer_state, by_state),
+        _worst(found.tensors, wanted.tensors, by_tensor, free, update),
+        _worst(found.optimizer_state, wanted.optimizer_state, by_state, free),
     )
     name = worst_grad if grad >= param else worst_param
     loss = loss if all(map(_finite, found.losses)) else float("inf")
@@ -307,10 +308,10 @@ def _finite(value: float) -> bool:
 
 def _worst(
     found: dict[str, Tensor], wanted: dict[str, Tensor], moved: Mapping[str, float],
-    least: float = 0.0,
+    free: Collection[str] = (), least: float = 0.0,
 ) -> tuple[float, str]:  # fmt: skip
     """(largest relative difference, its tensor). The scale of a tensor is its largest entry,
-    or what rounding moves it by, given by name in `moved`."""
+    or what rounding moves it by, given by name in `moved`, without a limit for those in `free`."""
     scale = max((_largest(t) for t in wanted.values()), default=0.0) * NEGLIGIBLE
     scale = max(scale, least)
     errors = {}
@@ -325,7 +326,8 @@ def _worst(
         elif a.is_floating_point() or a.is_complex():
             difference = _largest(a - b)
             size = max(_largest(b), scale, 1e-300)
-            counted = scale_of(size, moved.get(name, 0.0), TOLERANCE)
+            is_free = name.rpartition(" of ")[2] in free
+            counted = scale_of(size, moved.get(name, 0.0), TOLERANCE, is_untrained=is_free)
             errors[name] = difference / counted if difference else 0.0
         else:
             errors[name] = 0.0 if torch.equal(a, b) else float("inf")

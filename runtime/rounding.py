@@ -21,6 +21,9 @@ MOST_WIDER = 100.0
 """Where a last bit moves more, as in a model that jumps, differences count all the same: with a
 tolerance of 1e-9 those above 1e-7."""
 
+NOTHING = 1e-12
+"""A gradient that is smaller, as a part of the largest one, is zero but for rounding."""
+
 
 def nudged(model: nn.Module, seed: int) -> nn.Module:
     """A copy with every floating parameter changed by its dtype's epsilon, up or down."""
@@ -49,8 +52,17 @@ def moved_by_rounding(
     return found
 
 
-def scale_of(size: float, moved: float, tolerance: float) -> float:
+def untrained(gradients: Mapping[str, Tensor]) -> frozenset[str]:
+    """The parameters whose first gradients are nothing beside the model's largest: what trains
+    them is rounding, from the first step on."""
+    sizes = {n: float(g.abs().max()) if g.numel() else 0.0 for n, g in gradients.items()}
+    return frozenset(n for n, s in sizes.items() if s <= NOTHING * max(sizes.values()))
+
+
+def scale_of(size: float, moved: float, tolerance: float, *, is_untrained: bool = False) -> float:
     """What a difference of a tensor is relative to: its size, or, where rounding moves it by more
-    than that is worth, so much that `MARGIN` times the move comes to the tolerance."""
+    than that is worth, so much that `MARGIN` times the move comes to the tolerance. There is a
+    limit to that, but not where rounding alone moves a tensor."""
     moved = moved if moved < inf else 0.0  # a run that overflows says nothing
-    return max(size, min(MARGIN * moved / tolerance, MOST_WIDER * size))
+    most = inf if is_untrained else MOST_WIDER * size
+    return max(size, min(MARGIN * moved / tolerance, most))

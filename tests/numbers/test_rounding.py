@@ -54,6 +54,25 @@ def test_the_bias_before_a_batch_norm_is_no_mismatch():
         assert result["status"] == "ok", result
 
 
+class Balanced(nn.Module):
+    """The batch norm's bias starts where the loss has its minimum in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def test_what_rounding_alone_trains_is_no_mismatch():
+    torch.manual_seed(0)
+    loaded = Loaded(Balanced(), (torch.randn(6, 6, 8, 8),), {}, None, "balanced")
+    results = [result for devices in (1, 2) for result in check(loaded, devices)]
+    refused = {"pipeline=2 data=1 tensor=1"}  # one block
+    assert {r["plan"] for r in results if r["status"] != "ok"} <= refused, results
+
+
 def status(runs, **changed):
     plain, others = runs
     found = replace(plain, **changed)

@@ -82,6 +82,34 @@ def _bounds(bounds: Bounds, candidate: Candidate) -> tuple[float, ...]:
     return (quick_s, *(bounds.close_s(candidate, level) for level in range(2, LEVELS + 1)))
 
 
+class Choices:
+    """A program with the choices (seconds, bytes)."""
+
+    def __init__(self, *choices: tuple[float, float]) -> None:
+        self.choices = choices
+
+    def priced(self, price_s: float) -> tuple[float, float, float]:
+        seconds, held = min(self.choices, key=lambda c: c[0] + price_s * c[1])
+        return seconds, held, seconds + price_s * held
+
+    def least_bytes(self) -> float:
+        return min(held for _, held in self.choices)
+
+
+def test_the_corners_of_a_curve_are_its_choices() -> None:
+    choices = (0.0, 10.0), (1.0, 6.0), (3.0, 2.0), (2.9, 4.0)  # the last lies above the curve
+    corners = frontier(Choices(*choices)).corners
+    assert len(corners) == 3
+    for corner, choice in zip(corners, choices, strict=False):
+        assert corner == pytest.approx(choice)
+
+
+def test_seconds_that_hardly_differ_make_no_curve() -> None:
+    for tiny_s in (5e-324, 1e-300):
+        corners = frontier(Choices((0.0, 10.0), (tiny_s, 2.0))).corners
+        assert corners[-1][1] == pytest.approx(2.0)
+
+
 def test_the_curve_lies_below_every_choice() -> None:
     graph = chain(depth=2, width=64, hidden=256, seq=64)
     found = search(graph, Cluster.parse("8xH100-SXM"), 8)

@@ -40,6 +40,24 @@ def test_one_device_needs_no_communication(graph: Graph) -> None:
     assert alone.prediction.bubble_s == 0
 
 
+@pytest.mark.parametrize("pin", [{"tensor": 4}, {"data": 1}, {"pipeline": 1, "data": 1}], ids=str)
+def test_what_communicates_slowly_runs_on_fewer_devices(graph: Graph, pin: dict[str, int]) -> None:
+    """A step on one device beats the exchange of gradients; no pin is faster than the bound."""
+    far = Cluster.parse("4x1xH100-SXM")
+    made, alone = (plan(graph, c, global_batch=8) for c in (far, "1x1xH100-SXM"))
+    assert made.mesh.size == 1
+    assert made.prediction.step_s == pytest.approx(alone.prediction.step_s)
+    assert "3 of 4 devices idle" in str(made)
+    pinned = plan(graph, far, global_batch=8, pin=pin)
+    assert pinned.prediction.step_s >= made.prediction.bound_s
+
+
+@pytest.mark.parametrize("rows", [2**31, 10**26])
+def test_more_rows_than_a_step_can_have(graph: Graph, rows: int) -> None:
+    with pytest.raises(UsageError, match="a step has at most 2147483647 rows"):
+        plan(graph, LOCAL, global_batch=rows)
+
+
 def test_the_parts_of_the_step_add_up(found: Plan) -> None:
     p = found.prediction
     parts = p.compute_s + p.exposed_comm_s + p.bubble_s + p.optimizer_s
@@ -74,7 +92,7 @@ def test_a_plan_is_the_program_it_describes(graph: Graph, found: Plan) -> None:
 )
 def test_pins_are_honoured(graph: Graph, pin: dict[str, Any]) -> None:
     made = plan(graph, LOCAL, global_batch=8, pin=pin)
-    assert made.mesh.size == 4
+    assert made.mesh.size in (2, 4)  # of a small model, two may be as fast
     for key, value in pin.items():
         if key in ("pipeline", "data", "tensor"):
             assert made.mesh.degree(key) == value
@@ -114,7 +132,7 @@ def test_pins_that_make_no_sense(graph: Graph, pin: dict[str, Any], message: str
 
 @pytest.mark.parametrize("pin", [{"data": 4}, {"pipeline": 1, "tensor": 1}], ids=str)
 def test_a_batch_that_the_data_ranks_cannot_share(graph: Graph, pin: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match=r"batch of 6 can't be divided by data=4. Use data=3 or 6"):
+    with pytest.raises(UsageError, match=r"batch of 6 can't be divided by data=4. Use data=2, or"):
         plan(graph, LOCAL, global_batch=6, pin=pin)
 
 

@@ -16,6 +16,7 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
 from ir.errors import Refused
+from planner.quiet import quiet
 
 Variable = NewType("Variable", int)
 Term = tuple[float, Variable]
@@ -267,7 +268,8 @@ def _run(
         solution_hints=[mathopt.SolutionHint(variable_values=dict(hint)) for hint in hints]
     )
     try:
-        return mathopt.solve(model, solver, params=parameters, model_params=start)
+        with quiet():
+            return mathopt.solve(model, solver, params=parameters, model_params=start)
     except AttributeError as error:
         raise RuntimeError(str(error.__context__ or error)) from error
 

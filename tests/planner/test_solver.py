@@ -1,7 +1,9 @@
 """The wrapper of the integer solver: values, bounds, statuses, and its own errors."""
 
+import ctypes
 from itertools import product
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,6 +57,22 @@ def test_no_solution_is_an_error_of_its_own() -> None:
     model.constrain([(1.0, model.binary())], lower=2)
     with pytest.raises(Infeasible):
         model.solve()
+
+
+def test_what_a_library_prints_by_itself_is_not_seen(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    solve, libc = mathopt.solve, ctypes.CDLL(None)
+
+    def talkative(*args: Any, **kwargs: Any) -> Any:
+        libc.puts(b"noise")
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(mathopt, "solve", talkative)
+    print("before")
+    knapsack([1.0, 2.0], [1.0, 1.0], 1.0).solve()
+    print("after")
+    assert capfd.readouterr().out == "before\nafter\n"
 
 
 def test_no_time_is_an_error_that_says_so() -> None:

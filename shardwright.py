@@ -224,9 +224,10 @@ def _run_command(options: argparse.Namespace) -> int:
 def _say_where(plan: Plan) -> None:
     """Once, if a plan for GPUs is run without any."""
     if plan.cluster.device.name != CPU and not torch.cuda.is_available():
+        who = "one process" if plan.mesh.size == 1 else f"{plan.mesh.size} processes"
         print(
-            f"note: the plan is for {plan.cluster}, and this machine has no GPU: {plan.mesh.size} "
-            "processes on its CPU run it. The numbers are the plan's, the seconds are not.",
+            f"note: the plan is for {plan.cluster}, and this machine has no GPU: it runs on its CPU, "
+            f"in {who}. The numbers are the plan's, the seconds are not.",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 

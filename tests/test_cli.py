@@ -216,11 +216,12 @@ def test_a_plan_for_gpus_that_runs_on_a_cpu_says_so_once(command, model, tmp_pat
     monkeypatch.setattr(shardwright, "launch", lambda *_, **__: None)
     monkeypatch.setattr(shardwright.torch.cuda, "is_available", lambda: False)
     program = tmp_path / "program"
-    note = "note: the plan is for 1x2 A100-80GB, and this machine has no GPU: 2 processes"
-    assert command("emit", model, "--cluster", "2xA100-80GB", "--out", program)[0] == 0
-    for words in ([model, "--cluster", "2xA100-80GB"], [program]):
+    note = "note: the plan is for 1x2 A100-80GB, and this machine has no GPU: it runs"
+    plan = (model, "--cluster", "2xA100-80GB", "--pin", "data=2")
+    assert command("emit", *plan, "--out", program)[0] == 0
+    for words in (plan, [program]):
         code, _, error = command("run", *words)
-        assert code == 0 and error.count(note) == 1
+        assert code == 0 and error.count(note) == 1 and "in 2 processes." in error
     assert command("run", model, "--cluster", "local:2")[2] == ""
 
 

@@ -226,8 +226,8 @@ def _say_where(plan: Plan) -> None:
     if plan.cluster.device.name != CPU and not torch.cuda.is_available():
         who = "one process" if plan.mesh.size == 1 else f"{plan.mesh.size} processes"
         print(
-            f"note: the plan is for {plan.cluster}, and this machine has no GPU: it runs on its CPU, "
-            f"in {who}. The numbers are the plan's, the seconds are not.",
+            f"note: the plan is for {plan.cluster}, and this machine has no GPU: it runs on its "
+            f"CPU, in {who}. The numbers are the plan's, the seconds are not.",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 

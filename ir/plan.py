@@ -20,6 +20,7 @@ from ir.graph import Graph
 from ir.layout import PARTIAL, REPLICATE, Placement, Shard
 from ir.lower import Degrees, Sharding
 from ir.plan_schema import check_plan
+from ir.predicted import Prediction, StageCost
 from ir.schedules import Action, check_schedule, schedule_order, splits_backward
 from ir.seats import seats_of
 from ir.spmd import Spmd, StageCall, lower_all
@@ -58,52 +59,6 @@ class Placed:
     first: int
     count: int
     keep: str
-
-
-@dataclass(frozen=True, slots=True)
-class StageCost:
-    """Predicted seconds per micro-batch and bytes per device of one stage.
-
-    `host_bytes`: of the device's host's memory; they are no part of the peak.
-    """
-
-    forward_s: float
-    backward_s: float
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    saved_bytes: int
-    transient_bytes: int
-    host_bytes: int = 0
-
-    @property
-    def peak_bytes(self) -> int:
-        return (
-            self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-            + self.saved_bytes + self.transient_bytes
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Predicted seconds of one optimizer step and its parts, and each stage's cost."""
-
-    step_s: float
-    compute_s: float
-    exposed_comm_s: float
-    bubble_s: float
-    optimizer_s: float
-    bound_s: float
-    capacity_bytes: int
-    stages: tuple[StageCost, ...]
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(stage.peak_bytes for stage in self.stages)
-
-    @property
-    def gap(self) -> float:
-        return max(0.0, self.step_s / self.bound_s - 1) if self.bound_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +149,9 @@ class Plan:
             if not block["hosts"]:
                 del block["hosts"]
         for stage in value["prediction"]["stages"]:
-            if not stage["host_bytes"]:
-                del stage["host_bytes"]
+            for part in ("host_bytes", "capacity_bytes"):
+                if not stage[part]:
+                    del stage[part]
         return {**value, "cluster": self.cluster.to_json()}
 
     def _body(self) -> str:

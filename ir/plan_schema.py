@@ -31,7 +31,7 @@ PLAN = {
 CERTIFICATE = {"candidates": int, "planned": int, "plans_log10": float}
 OPTIONAL = {
     "zero": int, "offload": str, "devices_idle": int, "certificate": dict, "host_bytes": int,
-    "hosts": list,
+    "hosts": list, "capacity_bytes": int,
 }  # fmt: skip
 """Keys that a plan, a block or the cost of a stage has only where they say something."""
 ZERO_STAGES = (0, 1, 2, 3)
@@ -57,7 +57,7 @@ def check_plan(value: Any, version: str, where: str) -> None:
         _check(value["certificate"], CERTIFICATE, f"{where}: certificate")
     _check(value["prediction"], PREDICTION, f"{where}: prediction")
     for i, stage in enumerate(value["prediction"]["stages"]):
-        schema = _with_optional(STAGE_COST, stage, ("host_bytes",))
+        schema = _with_optional(STAGE_COST, stage, ("host_bytes", "capacity_bytes"))
         _check(stage, schema, f"{where}: prediction of stage {i}")
     for i, block in enumerate(value["blocks"]):
         _check(block, _with_optional(BLOCK, block, ("hosts",)), f"{where}: block {i}")

@@ -104,7 +104,7 @@ def seated(cluster: Cluster, ranks: int) -> Cluster:
     if found is None:
         return cluster
     if cluster.nodes:
-        cluster = _only(cluster, found)
+        cluster = only_nodes(cluster, found)
     if found.nodes == 1 or found.per_node == cluster.devices_per_node:
         return cluster
     sizes = _sizes(cluster, found.per_node)
@@ -120,7 +120,7 @@ def seated(cluster: Cluster, ranks: int) -> Cluster:
     )
 
 
-def _only(cluster: Cluster, found: Seats) -> Cluster:
+def only_nodes(cluster: Cluster, found: Seats) -> Cluster:
     """These nodes alone, of a cluster whose nodes differ and are joined by one level."""
     held = [part.device for part in cluster.nodes for _ in range(part.count)]
     used = held[found.first : found.first + found.nodes]

@@ -20,7 +20,6 @@ from math import ceil, inf
 
 from ir.cluster import Cluster
 from ir.schedules import Held, splits_backward
-from planner.calibrated import cost_model
 from planner.cost import CostModel
 from planner.least_costs import LeastCosts
 from planner.phases import PHASES, Phase
@@ -38,9 +37,11 @@ SENDS = 2
 
 @dataclass
 class Bounds:
-    """Bounds by candidate."""
+    """Bounds by candidate. `of_ranks`: per pipeline rank the least that its own devices take, where
+    ranks lie on different ones; `least` is then of all of them."""
 
     least: LeastCosts
+    of_ranks: Sequence[LeastCosts] = ()
 
     @property
     def work(self) -> Workload:
@@ -61,7 +62,7 @@ class Bounds:
 
     def _may_fit(self, candidate: Candidate) -> bool:
         """By what there is at once at least."""
-        capacity_bytes = cost_model(self.cluster, candidate.mesh).capacity_bytes
+        capacity_bytes = self.least.cost_of(candidate.mesh).capacity_bytes
         if max(self.least.working_bytes(candidate)) > capacity_bytes:
             return False
         return self.least.need_bytes(candidate) <= capacity_bytes
@@ -100,7 +101,7 @@ class Bounds:
         return max(alone_s / sharing, shared_s)
 
     def _sharing(self, candidate: Candidate) -> float:
-        return cost_model(self.cluster, candidate.mesh).core_sharing
+        return self.least.cost_of(candidate.mesh).core_sharing
 
     # (2), (3) and (4)
 
@@ -126,7 +127,7 @@ class Bounds:
         if self._sharing(candidate) > 1:
             return 0.0
         least, ranks = self.least, candidate.mesh.pipeline
-        cost, state = cost_model(self.cluster, candidate.mesh), least.state.total(candidate)
+        cost, state = self.least.cost_of(candidate.mesh), least.state.total(candidate)
         sends_s = (candidate.stages - 1) * SENDS * least.least_send_s(candidate)
         more_s = least.again_s(candidate) + least.beside_s(candidate)
         more_s += self._added_s(candidate, cost, state)
@@ -184,8 +185,29 @@ class Bounds:
     def _problem(self, candidate: Candidate, exchange_s: float = 0.0) -> StageProblem:
         """`exchange_s`: what a byte of parameters takes per step, if that is to be in the seconds
         of blocks that repeat."""
-        mesh, cost = candidate.mesh, cost_model(self.cluster, candidate.mesh)
-        exact = mesh.tensor > 1
+        mesh, cost = candidate.mesh, self.least.cost_of(candidate.mesh)
+        capacity_bytes = (float(cost.capacity_bytes),) * mesh.pipeline
+        unlike: tuple[tuple[Run, ...], ...] = ()
+        if self.of_ranks:
+            capacity_bytes = tuple(
+                float(least.cost_of(mesh).capacity_bytes) for least in self.of_ranks
+            )
+            of_kinds = {id(x): Bounds(x)._runs(candidate, exchange_s) for x in self.of_ranks}
+            unlike = tuple(of_kinds[id(least)] for least in self.of_ranks)
+        return StageProblem(
+            self._runs(candidate, exchange_s), mesh.pipeline, candidate.micro_batches,
+            candidate.schedule, capacity_bytes,
+            tuple(
+                candidate.virtual_stages * self.least.send_s(candidate, cost, stage)
+                for stage in range(mesh.pipeline - 1)
+            ),
+            held=tuple(self._held(candidate, rank) for rank in range(mesh.pipeline)),
+            unlike=unlike,
+        )  # fmt: skip
+
+    def _runs(self, candidate: Candidate, exchange_s: float) -> tuple[Run, ...]:
+        """What all blocks take at least."""
+        cost, exact = self.least.cost_of(candidate.mesh), candidate.mesh.tensor > 1
         runs = []
         for variant, count, state in self.least.state.runs(candidate):
             added_s = self._added_s(candidate, cost, state) / count
@@ -197,15 +219,7 @@ class Bounds:
                 sync_s = max(0.0, sync_s - exchange_s * state.summed_bytes)
             once = sync_s / count, state.update_s / count
             runs.append(Run(str(variant), count, points, *once))
-        return StageProblem(
-            tuple(runs), mesh.pipeline, candidate.micro_batches, candidate.schedule,
-            (float(cost.capacity_bytes),) * mesh.pipeline,
-            tuple(
-                candidate.virtual_stages * self.least.send_s(candidate, cost, stage)
-                for stage in range(mesh.pipeline - 1)
-            ),
-            held=tuple(self._held(candidate, rank) for rank in range(mesh.pipeline)),
-        )  # fmt: skip
+        return tuple(runs)
 
     def _held(self, candidate: Candidate, rank: int) -> tuple[Held, ...]:
         """At the fullest moments of a rank; of several stages the least."""

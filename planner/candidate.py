@@ -14,7 +14,8 @@ from typing import overload
 
 from ir.errors import Refused
 from ir.offload import offload_of, offloads_optimizer
-from ir.plan import Placed, Prediction
+from ir.plan import Placed
+from ir.predicted import Prediction
 from ir.schedules import Held
 from ir.spmd import Spmd, StageCall
 from planner.cost import CostModel
@@ -127,14 +128,12 @@ class _Evaluation(StagePrices):
         assignment = least_assignment(problem)
         estimates = [stage_memory(problem, s, stage) for s, stage in enumerate(assignment)]
         ranks = self.candidate.mesh.pipeline
-        of_ranks = (
-            sum(e.persistent_bytes + e.saved_bytes for e in estimates[rank::ranks])
-            for rank in range(ranks)
-        )
-        if max(of_ranks) > NEARLY * self.cost.capacity_bytes:
-            return None
+        for rank in range(ranks):
+            held = sum(e.persistent_bytes + e.saved_bytes for e in estimates[rank::ranks])
+            if held > NEARLY * self.at(rank).cost.capacity_bytes:
+                return None
         found = self.given(assignment)
-        if found.prediction.peak_bytes > self.cost.capacity_bytes:
+        if any(found.prediction.excess_bytes):
             return None
         self._check_host(found.prediction)
         return found
@@ -143,16 +142,15 @@ class _Evaluation(StagePrices):
         """From more room than there is, since the stage problem counts too much; where a rank then
         passes the capacity by exact count, with less than that plan fills, by as much as it was too
         much, then by twice that."""
-        capacity = self.cost.capacity_bytes
         nearly = NEARLY if self.candidate.virtual_stages == 1 else NEARLY_AT_MOMENTS
-        rooms = [nearly * capacity] * self.candidate.mesh.pipeline
+        rooms = [nearly * prices.cost.capacity_bytes for prices in self.of_ranks]
         for attempt in range(ATTEMPTS):
             plan = self._stages_within(rooms)
             program, stages = self._placed(plan)
             if limit_s < inf and (step_s := self.step_s(program)) > limit_s:
                 return TooSlow(step_s)
             prediction = self.prediction(program, plan.bound_s)
-            excess = [max(0, rank.peak_bytes - capacity) for rank in prediction.stages]
+            excess = prediction.excess_bytes
             if not any(excess):
                 self._check_host(prediction)
                 return Evaluated(
@@ -204,7 +202,11 @@ class _Evaluation(StagePrices):
 
     def _problem(self) -> StageProblem:
         ranks, owners = self.candidate.mesh.pipeline, self._owners()
-        runs = tuple(self._run(r, owners) for r in range(len(self.runs)))
+        runs = self._all_runs(owners)
+        unlike: tuple[tuple[Run, ...], ...] = ()
+        if self.are_unlike:
+            of_kinds = {id(prices): prices._all_runs(owners) for prices in self.of_ranks}
+            unlike = tuple(of_kinds[id(self.at(s))] for s in range(self.candidate.stages))
         tied: dict[tuple[int, int], float] = {}
         for r, (_, calls) in enumerate(self.runs):
             for name in self._names(calls):
@@ -216,10 +218,10 @@ class _Evaluation(StagePrices):
         sends = tuple(self._send_s(crossing, stage) for stage in range(candidate.stages - 1))
         return StageProblem(
             runs, candidate.stages, candidate.micro_batches, candidate.schedule,
-            (float(self.cost.capacity_bytes),) * candidate.stages, sends,
+            tuple(float(self.at(s).cost.capacity_bytes) for s in range(candidate.stages)), sends,
             tuple((i, j, held) for (i, j), held in tied.items()),
             tuple(self._held(stage) for stage in range(candidate.stages)),
-            tuple(self.memories.moments(rank) for rank in range(ranks)),
+            tuple(self.memories.moments(rank) for rank in range(ranks)), unlike,
         )  # fmt: skip
 
     def _held(self, stage: int) -> tuple[Held, ...]:
@@ -234,6 +236,10 @@ class _Evaluation(StagePrices):
             for name in self._names(calls):
                 owners.setdefault(name, r)
         return {name: owners.get(name, 0) for name in self.state}
+
+    def _all_runs(self, owners: dict[str, int]) -> tuple[Run, ...]:
+        """On the device of these prices."""
+        return tuple(self._run(r, owners) for r in range(len(self.runs)))
 
     def _run(self, r: int, owners: dict[str, int]) -> Run:
         variant, calls = self.runs[r]

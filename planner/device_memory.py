@@ -10,7 +10,7 @@ are reserved at once, until memory is short and unused blocks are given back.
 from __future__ import annotations
 
 from ir.cluster import GIB, Mesh
-from ir.plan import StageCost
+from ir.predicted import StageCost
 from ir.spmd import Spmd
 from planner.candidate import Evaluated
 from planner.cost import CostModel

@@ -9,7 +9,7 @@ more, so it is left out if a larger mesh *covers* it: has more than half its deg
 Within such a step larger meshes trade one axis for another. What a larger mesh loses by its traffic
 alone is not looked at: over a slow network one node can be faster than two. But a mesh of all
 devices whose tensor axis has nothing to cut stands for one with fewer, whatever covers that. Where
-nodes hold different devices, all nodes of each faster kind are looked at alone.
+nodes hold different devices, all nodes of each kind are looked at alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ir.cluster import AXES, Cluster, Mesh
-from ir.mixed import pace
-from ir.seats import seated, seats, shares_cores
+from ir.seats import seats, shares_cores
 from ir.variants import Variant
 from planner.pins import Pins, divisors, meshes
 
@@ -71,10 +70,10 @@ def _without_repetition(cluster: Cluster, pins: Pins, shares: Shares) -> Iterato
 
 
 def _of_one_kind(cluster: Cluster, pins: Pins, shares: Shares) -> list[Mesh]:
-    """Where nodes hold different devices, the meshes of all nodes of each faster kind."""
+    """Where nodes hold different devices, the meshes of all nodes of each kind; of kinds with as
+    many nodes, those of the faster one."""
     sizes = dict.fromkeys(part.count * cluster.devices_per_node for part in cluster.nodes)
-    faster = [n for n in sizes if pace(seated(cluster, n).device) > pace(cluster.device)]
-    return [mesh for n in faster for mesh in meshes(pins, n) if shares.usable(mesh)]
+    return [mesh for n in sizes for mesh in meshes(pins, n) if shares.usable(mesh)]
 
 
 def _largest(

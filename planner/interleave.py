@@ -60,8 +60,9 @@ class Interleaving:
 
     def filled_bytes(self, plan: StagePlan) -> list[float]:
         """Of each rank, at its fullest moment."""
-        runs, filled = self.problem.runs, []
+        filled = []
         for rank in range(self.ranks):
+            runs = self.problem.runs_at(rank)
             chosen = [
                 (place, choice.count, runs[choice.run].points[choice.point])
                 for place, stage in enumerate(plan.assignment[rank :: self.ranks])
@@ -71,21 +72,33 @@ class Interleaving:
         return filled
 
 
-def least_blocks(blocks: int, stages: int) -> int:
-    """Of a stage: those of a rank stay about equal, so that what it holds is, too."""
-    return blocks // stages
+def least_blocks(problem: StageProblem, stages: int) -> int:
+    """Of a stage: those of a rank stay about equal, so that what it holds is, too. On different
+    devices they may be as small as can be."""
+    return 1 if problem.unlike else len(problem.block_runs) // stages
 
 
 def _even_cuts(problem: StageProblem) -> Cuts:
     """Each cut where the blocks before it take nearest to their share, with no stage too small."""
     fastest = [min(p.forward_s + p.backward_s for p in run.points) for run in problem.runs]
     ends = sums(problem, fastest)[0]
-    blocks, stages = len(ends) - 1, problem.stages
-    least, cuts = least_blocks(blocks, stages), [0]
+    blocks, stages, shares = len(ends) - 1, problem.stages, _shares(problem)
+    least, cuts = least_blocks(problem, stages), [0]
     for stage in range(1, stages):
-        nearest = int(np.abs(ends - ends[-1] * stage / stages).argmin())
+        nearest = int(np.abs(ends - ends[-1] * shares[stage]).argmin())
         cuts.append(min(max(nearest, cuts[-1] + least), blocks - least * (stages - stage)))
     return (*cuts, blocks)
+
+
+def _shares(problem: StageProblem) -> list[float]:
+    """Which part of all blocks should lie before each stage, by the pace of their devices."""
+    if not problem.unlike:
+        return [stage / problem.stages for stage in range(problem.stages)]
+    paces = [
+        1 / sum(r.count * min(p.forward_s + p.backward_s for p in r.points) for r in runs)
+        for runs in problem.unlike
+    ]
+    return [sum(paces[:stage]) / sum(paces) for stage in range(problem.stages)]
 
 
 class _Descent:
@@ -100,6 +113,8 @@ class _Descent:
         self.contents: dict[Content, int] = {}
         self.known: dict[tuple[int, float, tuple[int, ...]], Rank] = {}
         self.rooms = problem.capacity_bytes[:ranks]
+        every = [problem.runs_at(rank) for rank in range(ranks)]
+        self.alike = [every.index(runs) for runs in every]  # the first rank with the same devices
         self.sends_s = [
             sum(problem.exposed_send_s(s) for s in range(rank, problem.stages, ranks))
             for rank in range(ranks)
@@ -108,7 +123,7 @@ class _Descent:
     def run(self, cuts: Cuts) -> Cuts:
         """Every move that helps is made, until none does."""
         moves = list(_moves(len(cuts), self.ranks))
-        least = least_blocks(cuts[-1], len(cuts) - 1)
+        least = least_blocks(self.problem, len(cuts) - 1)
         found, left, place = self.value(cuts), len(moves), 0
         while left:
             moved = _moved(cuts, moves[place], least)
@@ -149,8 +164,10 @@ class _Descent:
         content = tuple(sorted(Counter(self.block_runs[a:b]).items()))
         return self.contents.setdefault(content, len(self.contents))
 
-    def _held(self, run: int, held: Held) -> HeldRun:
-        return held_run(self.problem.runs[run], lambda point: moment_bytes(held, point))
+    def _held(self, rank: int, run: int, held: Held) -> HeldRun:
+        """`rank`: one with the same devices."""
+        runs = self.problem.runs_at(rank)
+        return held_run(runs[run], lambda point: moment_bytes(held, point))
 
     def _rank(self, rank: int, numbers: tuple[int, ...]) -> Rank:
         """Seconds of a micro-batch and of a step's end, and whether it does not fit; of the stages
@@ -161,7 +178,7 @@ class _Descent:
             contents = tuple(known[number] for number in numbers)
             points = self._points(rank, contents)
             seconds = (points.seconds if points else 0.0) + self.sends_s[rank]
-            self.known[key] = seconds, self._tail_s(contents), points is None
+            self.known[key] = seconds, self._tail_s(rank, contents), points is None
         return self.known[key]
 
     def _points(
@@ -177,7 +194,7 @@ class _Descent:
         moments: list[Moment] = []
         for _ in range(TRIES):
             mean = _mean(moments) if moments else problem.moments[rank][-1]
-            points = stage_points(self._runs(contents, mean), room, gap)
+            points = stage_points(self._runs(rank, contents, mean), room, gap)
             if points is None:
                 break
             most_bytes, fullest = self._fullest(rank, contents, points)
@@ -191,11 +208,13 @@ class _Descent:
             Held(*(max(counts) for counts in zip(*held, strict=True)))
             for held in zip(*problem.moments[rank], strict=True)
         ]
-        return stage_points(self._runs(contents, each), whole, gap)
+        return stage_points(self._runs(rank, contents, each), whole, gap)
 
-    def _runs(self, contents: tuple[Content, ...], moment: Sequence[Held]) -> list[HeldRun]:
+    def _runs(
+        self, rank: int, contents: tuple[Content, ...], moment: Sequence[Held]
+    ) -> list[HeldRun]:
         return [
-            replace(self.held(r, held), count=count)
+            replace(self.held(self.alike[rank], r, held), count=count)
             for held, content in zip(moment, contents, strict=True) for r, count in content
         ]  # fmt: skip
 
@@ -204,14 +223,15 @@ class _Descent:
     ) -> tuple[float, Moment]:
         """The most bytes of a rank, and when."""
         places = [(place, r) for place, content in enumerate(contents) for r, _ in content]
+        runs = self.problem.runs_at(rank)
         chosen = [
-            (places[c.run][0], c.count, self.problem.runs[places[c.run][1]].points[c.point])
+            (places[c.run][0], c.count, runs[places[c.run][1]].points[c.point])
             for c in points.choices
         ]
         return _most_bytes(chosen, self.problem.moments[rank])
 
-    def _tail_s(self, contents: tuple[Content, ...]) -> float:
-        runs = self.problem.runs
+    def _tail_s(self, rank: int, contents: tuple[Content, ...]) -> float:
+        runs = self.problem.runs_at(rank)
         return sum(
             count * (runs[r].sync_s + runs[r].optimizer_s)
             for content in contents for r, count in content

@@ -22,7 +22,6 @@ from ir.offload import offloads_activations, staying_inputs
 from ir.ops import op_def
 from ir.recompute import state_inputs
 from ir.schedules import Held
-from planner.calibrated import cost_model
 from planner.cost import CostModel
 from planner.frontier import Frontier, frontier
 from planner.halves import least_pending_bytes
@@ -37,6 +36,7 @@ from planner.price import (
     Seconds,
     moved_bytes,
 )
+from planner.rank_costs import CostOf
 from planner.recompute_program import KeptProgram
 from planner.schedule import moments
 from planner.sharding import Shardings
@@ -52,13 +52,14 @@ Kept: TypeAlias = "list[tuple[int, list[tuple[float, float]]]]"
 class LeastCosts:
     """Kept by tensor degree and rows, or by mesh, ZeRO stage and offload.
 
-    `pieces_of` gives the pieces of one device for so many rows, `shardings_of` the shardings of a
-    candidate, `lowered_of` the blocks of a rank with so many rows, of so many data ranks
-    and micro-batches, `menus_of` the pieces of a candidate.
+    `cost_of` gives the cost model of a mesh, `pieces_of` the pieces of one device for so many rows,
+    `shardings_of` the shardings of a candidate, `lowered_of` the blocks of a rank with so many
+    rows, of so many data ranks and micro-batches, `menus_of` the pieces of a candidate.
     """
 
     work: Workload
     cluster: Cluster
+    cost_of: CostOf
     pieces_of: Callable[[int], Pieces]
     shardings_of: Callable[[Candidate], Shardings]
     lowered_of: Callable[[int, int, int], Sequence[Lowered]]
@@ -75,7 +76,7 @@ class LeastCosts:
     @cached_property
     def state(self) -> LeastState:
         """What state takes."""
-        return LeastState(self.work, self.cluster)
+        return LeastState(self.work, self.cost_of)
 
     def working_bytes(self, candidate: Candidate) -> list[float]:
         """Per variant what its largest node reads and makes, if that is cut evenly; of tensors
@@ -143,7 +144,7 @@ class LeastCosts:
     def _room_bytes(self, candidate: Candidate) -> float:
         """What all ranks together can keep of one micro-batch: sum of room / in flight."""
         mesh = candidate.mesh
-        room = cost_model(self.cluster, mesh).capacity_bytes - self.state.bytes_of(candidate)
+        room = self.cost_of(mesh).capacity_bytes - self.state.bytes_of(candidate)
         return sum(room / max(1, self.flights(candidate, rank)) for rank in range(mesh.pipeline))
 
     def flights(self, candidate: Candidate, rank: int) -> int:
@@ -180,7 +181,7 @@ class LeastCosts:
         """Of the two neighbouring stages that are joined best; 0 without a pipeline."""
         key = (candidate.mesh, candidate.rows)
         if key not in self.known_sends:
-            cost, stages = cost_model(self.cluster, candidate.mesh), candidate.mesh.pipeline - 1
+            cost, stages = self.cost_of(candidate.mesh), candidate.mesh.pipeline - 1
             each = (self.send_s(candidate, cost, stage) for stage in range(stages))
             self.known_sends[key] = min(each, default=0.0)
         return self.known_sends[key]
@@ -233,7 +234,7 @@ class LeastCosts:
         evenly over the tensor axis."""
         if not self._has_gathers or candidate.mesh.data == 1:
             return 0.0
-        cost, tensor = cost_model(self.cluster, candidate.mesh), candidate.mesh.tensor
+        cost, tensor = self.cost_of(candidate.mesh), candidate.mesh.tensor
         return sum(
             times * cost.collective_s(kind, size // tensor, DATA)
             for (kind, size), times in self._data_moves(candidate).items()

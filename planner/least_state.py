@@ -1,7 +1,7 @@
 """The least that parameters, gradients and optimizer state take, whatever the sharding.
 
-Input: a workload, a cluster, a candidate. Output: `StateCost`s, as if the tensor axis cut every
-tensor evenly and moved nothing.
+Input: a workload, cost models by mesh, a candidate. Output: `StateCost`s, as if the tensor axis
+cut every tensor evenly and moved nothing.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
-from ir.cluster import GIB, Cluster, Mesh
+from ir.cluster import GIB, Mesh
 from ir.graph import State, TensorType
 from ir.layout import DATA
 from ir.offload import offloads_optimizer
-from planner.calibrated import cost_model
 from planner.pins import Candidate
 from planner.price import OPTIMIZER_TENSORS, StateCost
+from planner.rank_costs import CostOf
 from planner.sharding_program import HELD_TENSORS
 from planner.workload import Workload
 from planner.zero import least_held_cost
@@ -27,7 +27,7 @@ class LeastState:
     """Kept by mesh, ZeRO stage and offload."""
 
     work: Workload
-    cluster: Cluster
+    cost_of: CostOf
     known: dict[tuple[Mesh, int, str], dict[str, StateCost]] = field(default_factory=dict)
     known_total: dict[tuple[Mesh, int, str], StateCost] = field(default_factory=dict)
 
@@ -35,7 +35,7 @@ class LeastState:
         """Of every state tensor."""
         key = (candidate.mesh, candidate.zero, candidate.offload)
         if key not in self.known:
-            cost, like = cost_model(self.cluster, candidate.mesh), self._alike
+            cost, like = self.cost_of(candidate.mesh), self._alike
             found = {
                 kind: least_held_cost(
                     item, cost, self.work.optimizer, candidate.zero, candidate.offload
@@ -97,7 +97,7 @@ class LeastState:
 
     def exchange_s(self, candidate: Candidate) -> float:
         """Of a byte of parameters over the data axis, per step; of long messages, so at least."""
-        cost, times = cost_model(self.cluster, candidate.mesh), candidate.micro_batches
+        cost, times = self.cost_of(candidate.mesh), candidate.micro_batches
         if candidate.mesh.data == 1:
             return 0.0
         scatter_s, gather_s = (

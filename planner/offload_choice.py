@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ir.cluster import Mesh
-from planner.calibrated import cost_model
 from planner.candidate import Evaluated
 from planner.least_costs import LeastCosts
 from planner.offload import can_offload
@@ -69,7 +68,7 @@ class OffloadChoice:
         near = replace(candidate, offload="none")
         if not self.is_extra(candidate) or self.tried.get(near) is False:
             return False
-        capacity_bytes = cost_model(self.least.cluster, candidate.mesh).capacity_bytes
+        capacity_bytes = self.least.cost_of(candidate.mesh).capacity_bytes
         return self.least.most_bytes(near) <= ROOMY * capacity_bytes
 
     def is_enough(self, candidate: Candidate, *, has_plan: bool) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from ir.cluster import Cluster, Mesh
 from ir.errors import Refused
 from ir.seats import seats, shares_cores
+from ir.stage_devices import mesh_orders
 from planner.approximations import divides_something
 from planner.fewer_devices import Shares, fewer_devices, tensor_degrees
 from planner.least_costs import LeastCosts
@@ -40,7 +41,8 @@ class Options:
         for mesh in found:
             for candidate in self._of_mesh(mesh):
                 for zero in zero_stages(self.pins, candidate):
-                    yield replace(candidate, zero=zero)
+                    for order in mesh_orders(self.cluster, mesh):
+                        yield replace(candidate, zero=zero, order=order)
 
     def check(self) -> None:
         """`Refused` for pins that this model can't have."""

@@ -6,7 +6,7 @@ with these local shapes share.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -29,7 +29,8 @@ from planner.storage import Storage, storage_of
 @dataclass(frozen=True)
 class Pieces:
     """Per variant its sharding, lowered program, storages, node times and recompute menu; the
-    bytes of menu points, by what they keep and where, as they get known."""
+    bytes of menu points, by what they keep and where, as they get known. `elsewhere`: the same on
+    other devices (`planner.repriced`)."""
 
     shardings: tuple[Sharding, ...]
     state: dict[str, Placement]
@@ -40,6 +41,7 @@ class Pieces:
     memories: dict[tuple[int, str, frozenset[str], frozenset[str]], CallMemory] = field(
         default_factory=dict, compare=False, repr=False
     )
+    elsewhere: dict[Hashable, Pieces] = field(default_factory=dict, compare=False, repr=False)
 
 
 def whole(graph: Graph, kinds: tuple[Variant, ...]) -> ShardingResult:

@@ -58,7 +58,8 @@ class Pins:
 class Candidate:
     """A mesh with a micro-batch count, a schedule and stages per rank; `rows` of the batch per
     micro-batch. `zero`: what is divided over the data axis, 0 (nothing) to 3 (`ir.spmd.Spmd`).
-    `offload`: what lies in host memory (`ir.offload`)."""
+    `offload`: what lies in host memory (`ir.offload`). `order`: of the cluster's nodes, where they
+    hold different devices (`ir.stage_devices`)."""
 
     mesh: Mesh
     micro_batches: int
@@ -67,6 +68,7 @@ class Candidate:
     virtual_stages: int = 1
     zero: int = 0
     offload: str = "none"
+    order: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:

@@ -1,8 +1,9 @@
-"""The supplies and bounds of a search, by how the groups of the tensor axis lie.
+"""The supplies and bounds of a search, by how the ranks of a candidate lie.
 
 Input: a workload, a cluster, pins. Output: the `Pieces` and the bounds of a candidate. Candidates
 of all devices with one tensor degree have their tensor groups in the same places, and share a
-`Supply`; where devices idle, the groups may be nearer to each other, and the devices faster.
+`Supply`; where devices idle, the groups may be nearer to each other, and the devices faster. Where
+nodes hold different devices, candidates share one whose ranks lie on the same kinds of place.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ir.cluster import Cluster, Mesh
-from ir.device import Device
+from ir.mixed import pace
+from ir.stage_devices import Order, in_order
 from planner.bounds import Bounds
-from planner.calibrated import cost_model
 from planner.least_costs import LeastCosts
-from planner.links import Groups
 from planner.pieces import Pieces
 from planner.pins import Candidate
+from planner.rank_costs import Place, rank_places
 from planner.supply import Supply
 
 
@@ -25,8 +26,9 @@ class Supplies:
     """`main`: of all devices."""
 
     main: Supply
-    known: dict[tuple[Device, Groups | None], Supply] = field(default_factory=dict)
-    places: dict[Mesh, Supply] = field(default_factory=dict)
+    known: dict[tuple[frozenset[Place], Place | None], list[Supply]] = field(default_factory=dict)
+    places: dict[tuple[Mesh, Order], Supply] = field(default_factory=dict)
+    of_ranks: dict[tuple[Mesh, Order], tuple[LeastCosts, ...]] = field(default_factory=dict)
 
     @property
     def least(self) -> LeastCosts:
@@ -35,26 +37,61 @@ class Supplies:
 
     def pieces(self, candidate: Candidate, price_s: float) -> Pieces:
         """As `Supply.pieces`."""
-        return self.of(candidate.mesh).pieces(candidate, price_s)
+        return self.of(candidate).pieces(candidate, price_s)
 
-    def of(self, mesh: Mesh) -> Supply:
-        """The supply for a mesh."""
-        if mesh.size == self.main.cluster.n_devices:
+    def cluster_of(self, candidate: Candidate) -> Cluster:
+        """With its nodes in the candidate's order."""
+        return in_order(self.main.cluster, candidate.order)
+
+    def of(self, candidate: Candidate) -> Supply:
+        """The supply for a candidate."""
+        cluster, mesh = self.main.cluster, candidate.mesh
+        if mesh.size == cluster.n_devices and not cluster.nodes:
             return self.main
-        if mesh not in self.places:
-            self.places[mesh] = self._found(mesh)
-        return self.places[mesh]
+        key = (mesh, candidate.order)
+        if key not in self.places:
+            self.places[key] = self._found(self.cluster_of(candidate), mesh)
+        return self.places[key]
 
-    def _found(self, mesh: Mesh) -> Supply:
-        """By the device, and where there are tensor groups by how they lie."""
-        cluster, place = self.main.cluster, _place(self.main.cluster, mesh)
-        if mesh.tensor == 1 or cluster.n_devices % mesh.tensor == 0:
-            everywhere = Mesh(data=cluster.n_devices // mesh.tensor, tensor=mesh.tensor)
-            if place == _place(cluster, everywhere):
+    def _found(self, cluster: Cluster, mesh: Mesh) -> Supply:
+        """By the devices, and where there are tensor groups by how they lie."""
+        main, places = self.main.cluster, frozenset(rank_places(cluster, mesh))
+        if cluster == main and (mesh.tensor == 1 or main.n_devices % mesh.tensor == 0):
+            everywhere = Mesh(data=main.n_devices // mesh.tensor, tensor=mesh.tensor)
+            if places == {*rank_places(main, everywhere)}:
                 return self.main
-        if place not in self.known:
-            self.known[place] = self.main.elsewhere(place[0])
-        return self.known[place]
+        return self._shared(cluster, places)
+
+    def _shared(
+        self, cluster: Cluster, places: frozenset[Place], only: Place | None = None
+    ) -> Supply:
+        """One for all ranks in the same places, or for those in `only` one of them."""
+        known = self.known.setdefault((places, only), [])
+        for supply in known:
+            if supply.cluster == cluster:
+                return supply
+        if known:
+            made = known[0].reordered(cluster)
+        else:
+            here = places if only is None else (only,)
+            devices = dict.fromkeys(device for device, _ in here)
+            made = self.main.elsewhere(cluster, tuple(sorted(devices, key=pace)), only)
+        known.append(made)
+        return made
+
+    def least_of_ranks(self, candidate: Candidate) -> tuple[LeastCosts, ...]:
+        """Per pipeline rank what its own devices take; nothing where all are alike."""
+        if not self.main.cluster.nodes:
+            return ()
+        key = (candidate.mesh, candidate.order)
+        if key not in self.of_ranks:
+            cluster = self.cluster_of(candidate)
+            places = rank_places(cluster, candidate.mesh)
+            different = frozenset(places)
+            self.of_ranks[key] = tuple(
+                self._shared(cluster, different, place).least for place in places
+            ) if len(different) > 1 else ()
+        return self.of_ranks[key]
 
 
 @dataclass(frozen=True)
@@ -70,16 +107,9 @@ class PlacedBounds:
 
     def quick_s(self, candidate: Candidate) -> float:
         """As `Bounds.quick_s`."""
-        return self._of(candidate).quick_s(candidate)
+        return Bounds(self.supplies.of(candidate).least).quick_s(candidate)
 
     def close_s(self, candidate: Candidate, level: int) -> float:
         """As `Bounds.close_s`."""
-        return self._of(candidate).close_s(candidate, level)
-
-    def _of(self, candidate: Candidate) -> Bounds:
-        return Bounds(self.supplies.of(candidate.mesh).least)
-
-
-def _place(cluster: Cluster, mesh: Mesh) -> tuple[Device, Groups | None]:
-    cost = cost_model(cluster, mesh)
-    return cost.cluster.device, cost.groups("tensor") if mesh.tensor > 1 else None
+        of_ranks = self.supplies.least_of_ranks(candidate)
+        return Bounds(self.supplies.of(candidate).least, of_ranks).close_s(candidate, level)

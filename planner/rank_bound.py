@@ -89,10 +89,11 @@ class _Shares:
     @cached_property
     def seconds(self) -> Array:
         """[rank, set, number]: least seconds of a rank with those blocks; infinity if too large."""
-        known: dict[tuple[float, Moments], Array] = {}
-        rows = []
+        known: dict[tuple[object, ...], Array] = {}
+        rows, problem = [], self.problem
         for rank, moments in enumerate(self.moments):
-            key = (self.problem.exposed_send_s(rank), moments)
+            kind = (problem.unlike[rank], problem.capacity_bytes[rank]) if problem.unlike else ()
+            key = (problem.exposed_send_s(rank), moments, kind)
             if key not in known:
                 known[key] = np.stack([self._of_rank(rank, mine) for mine in self.sets])
             rows.append(known[key])
@@ -102,15 +103,16 @@ class _Shares:
         """[number]: by duality, over some prices of a byte: any price gives a bound."""
         room = self.problem.capacity_bytes[rank]
         runs = [r for bit, r in enumerate(self.others) if mine >> bit & 1]
+        here = self.problem.runs_at(rank)
         numbers = np.arange(self.count + 1, dtype=np.float64)
         held = self._held(self.moments[rank], numbers, len(runs))
         least_held = min(min(h.forward for h in moment) for moment in self.moments[rank])
-        points = self.problem.runs[self.longest].points
+        points = here[self.longest].points
         sizes = [np.stack([_bytes(p, held) for p in points])]
         times = [_times(points)]
         for r in runs:
-            sizes.append(np.array([[_bytes(p, least_held)] for p in self.problem.runs[r].points]))
-            times.append(_times(self.problem.runs[r].points))
+            sizes.append(np.array([[_bytes(p, least_held)] for p in here[r].points]))
+            times.append(_times(here[r].points))
         counts = [numbers, *(np.ones(1) for _ in runs)]
         middle = [size[:, min(size.shape[1] - 1, 1 + self.count // len(self.moments))]
                   for size in sizes]  # fmt: skip
@@ -130,7 +132,7 @@ class _Shares:
         number of blocks, and all but `others` of those are of the longest run."""
         most = np.zeros(len(numbers))
         stages = len(self.moments) * len(moments[0])
-        least = least_blocks(len(self.problem.block_runs), stages)
+        least = least_blocks(self.problem, stages)
         for moment in moments:
             held = sorted(h.forward for h in moment)
             forced = [h for h in held for _ in range(least)]

@@ -98,7 +98,8 @@ def plan(
     work = Workload(graph, batch_flow, variants(graph, batch_flow), global_batch, optimizer)
     search = _Search(work, cluster, pins, has_batch, time_limit_s)
     best = search.run()
-    used, idle = seated(cluster, best.candidate.mesh.size), search.idle
+    cluster, idle = search.supply.cluster_of(best.candidate), search.idle
+    used = seated(cluster, best.candidate.mesh.size)
     notes = (
         *idle.notes(best.candidate.mesh, best.prediction.step_s), *search.notes,
         *approximations(work, best, used),
@@ -147,7 +148,7 @@ def _simplicity(candidate: Candidate) -> tuple[int, ...]:
     return (
         mesh.size, mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.virtual_stages,
         SCHEDULES.index(candidate.schedule), candidate.zero,
-        OFFLOADS.index(candidate.offload),
+        OFFLOADS.index(candidate.offload), *candidate.order,
     )  # fmt: skip
 
 
@@ -255,7 +256,7 @@ class _Search:
         fit on a mesh, more rows do not either."""
 
         def alike(c: Candidate) -> tuple[Any, ...]:
-            return (astuple(c.mesh), c.virtual_stages, c.schedule, c.zero, c.offload)
+            return (astuple(c.mesh), c.virtual_stages, c.schedule, c.zero, c.offload, c.order)
 
         ordered = sorted(options, key=lambda c: (alike(c), c.rows))
         for _, group in groupby(ordered, key=alike):
@@ -283,7 +284,7 @@ class _Search:
         """What the candidate of least memory lacks, and how many devices its state asks for."""
         need = self.bounds.least.need_bytes
         least = min(options, key=lambda c: (need(c), c.mesh.pipeline, c.zero))
-        cost = cost_model(self.cluster, least.mesh)
+        cost = cost_model(self.supply.cluster_of(least), least.mesh)
         price_s = STEEP * whole_price_s(self.supply.pieces(least, 0.0))
         alone = Candidate(Mesh(), 1, "1f1b", 1, offload=self.offload.words[-1])
         try:
@@ -315,8 +316,8 @@ class _Search:
     def _is_too_large(self, candidate: Candidate) -> bool:
         """Whether the same with fewer rows, or more divided or offloaded, did not fit."""
         return any(
-            (other.mesh, other.schedule, other.virtual_stages)
-            == (candidate.mesh, candidate.schedule, candidate.virtual_stages)
+            (other.mesh, other.schedule, other.virtual_stages, other.order)
+            == (candidate.mesh, candidate.schedule, candidate.virtual_stages, candidate.order)
             and candidate.rows >= other.rows and candidate.zero <= other.zero
             and (candidate.offload == "none" or other.offload in (candidate.offload, "all"))
             for other in self.too_large
@@ -365,7 +366,7 @@ class _Search:
     def _between(self, candidate: Candidate, best: _Best, high_s: float) -> None:
         """Evaluates a candidate that fits at a price of memory, and not without one, at prices
         between: each is where the nearest tried shardings, one of either kind, cost the same."""
-        supply, low_s = self.supply.of(candidate.mesh), 0.0
+        supply, low_s = self.supply.of(candidate), 0.0
         for _ in range(MOST_BETWEEN):
             known = [supply.pieces(candidate, price_s) for price_s in (low_s, high_s)]
             price_s = supply.level_price_s(candidate, low_s, high_s)
@@ -384,7 +385,7 @@ class _Search:
         self, candidate: Candidate, pieces: Pieces, limit_s: float = inf
     ) -> Evaluated | None | TooSlow:
         """None if it does not fit; `TooSlow` if it takes longer than the limit."""
-        cost = cost_model(self.cluster, candidate.mesh)
+        cost = cost_model(self.supply.cluster_of(candidate), candidate.mesh)
         try:
             found = evaluate(self.work, candidate, pieces, cost, limit_s)
             timed = found if isinstance(found, TooSlow) else found.prediction

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from ir.errors import Refused
-from ir.plan import StageCost
+from ir.predicted import StageCost
 from ir.quantities import size
 from ir.spmd import StageCall
 from planner.candidate import Evaluated, Workload, evaluate_least

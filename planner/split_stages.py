@@ -13,7 +13,14 @@ from dataclasses import replace
 
 from planner.schedule import fill_rounds
 from planner.stage_points import HeldRun
-from planner.stage_problem import Choice, Point, StagePlan, StageProblem, price
+from planner.stage_problem import (
+    Choice,
+    Point,
+    StagePlan,
+    StageProblem,
+    counted_points,
+    price,
+)
 
 Choices = tuple[Choice, ...]
 
@@ -30,9 +37,9 @@ def filling(run: HeldRun, rounds: float, *, late: bool) -> HeldRun:
     return HeldRun(tuple(map(weighed, run.points)), run.count)
 
 
-def is_late(problem: StageProblem, choices: Choices) -> bool:
+def is_late(problem: StageProblem, stage: int, choices: Choices) -> bool:
     """Whether the weights' half of a stage is the smaller one."""
-    points = [(problem.runs[c.run].points[c.point], c.count) for c in choices]
+    points = counted_points(problem, stage, choices)
     return sum(n * (point.backward_s - 2 * point.weight_s) for point, n in points) >= 0
 
 

@@ -31,7 +31,8 @@ def best_cuts(
 ) -> Cuts | None:
     """The cuts that minimise (M - 1) max seconds + sum seconds + max tail; None if there are none.
 
-    seconds: [stages, blocks + 1, blocks + 1]. tail: [blocks + 1, blocks + 1], once per step.
+    seconds: [stages, blocks + 1, blocks + 1]. tail: the same or [blocks + 1, blocks + 1], once per
+    step.
     Exact: for fixed limits on both maxima the sum is a shortest path, and each limit is lowered
     step by step until no lower one can pay. With `fill`, of the shape of `seconds`, the cuts
     minimise max (M seconds - fill) + sum fill + max tail.
@@ -70,26 +71,33 @@ def relaxed_fill_s(problem: StageProblem) -> Array:
 
     F + B - rounds min(B, W), with B and W of the halves, is the larger of two sums over blocks.
     """
+    return np.stack([_relaxed_fill_s(problem, stage) for stage in range(problem.stages)])
+
+
+def _relaxed_fill_s(problem: StageProblem, stage: int) -> Array:
     rounds = fill_rounds(problem.stages, problem.micro_batches)
+    runs, send_s = problem.runs_at(stage), problem.exposed_send_s(stage)
     early = [
         min(p.forward_s + (1 - rounds) * (p.backward_s - p.weight_s) for p in run.points)
-        for run in problem.runs
+        for run in runs
     ]
     late = [
         min(p.forward_s + p.backward_s - (1 + rounds) * p.weight_s for p in run.points)
-        for run in problem.runs
+        for run in runs
     ]
-    sends_s = [problem.exposed_send_s(stage) for stage in range(problem.stages)]
-    return np.stack([
-        np.maximum(
-            sums(problem, early) + (1 - rounds / 2) * send_s, sums(problem, late) + send_s
-        ) for send_s in sends_s
-    ])  # fmt: skip
+    return np.maximum(
+        sums(problem, early) + (1 - rounds / 2) * send_s, sums(problem, late) + send_s
+    )
 
 
 def tail_seconds(problem: StageProblem) -> Array:
-    """[blocks + 1, blocks + 1]: sync and optimizer seconds of a stage of blocks a..b-1."""
-    return sums(problem, [run.sync_s + run.optimizer_s for run in problem.runs])
+    """[blocks + 1, blocks + 1]: sync and optimizer seconds of a stage of blocks a..b-1; by stage
+    before that, where stages lie on different devices."""
+    tails = [
+        sums(problem, [run.sync_s + run.optimizer_s for run in runs])
+        for runs in problem.unlike or (problem.runs,)
+    ]
+    return np.stack(tails) if problem.unlike else tails[0]
 
 
 def copies_bytes(problem: StageProblem) -> Array:
@@ -118,7 +126,7 @@ def maxima(problem: StageProblem, per_run: Sequence[float]) -> Array:
 
 
 def _relaxed_stage(problem: StageProblem, stage: int) -> Array:
-    runs = problem.runs
+    runs = problem.runs_at(stage)
     capacity_bytes = problem.capacity_bytes[stage]
     times = [np.array([p.forward_s + p.backward_s for p in run.points]) for run in runs]
     held = [

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import groupby
+from typing import Self
 
-from ir.plan import Prediction, StageCost
+from ir.predicted import Prediction, StageCost
 from ir.schedules import schedule_order, splits_backward
 from ir.spmd import Spmd, StageCall
 from planner.cost import CostModel
@@ -21,8 +23,10 @@ from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.pipeline import Pipeline, Ports, StageSeconds, Tail, Transfer
 from planner.price import Seconds, StateCost
+from planner.rank_costs import Kind, kind_of, rank_costs
 from planner.ranks import by_rank
 from planner.recompute import MenuPoint
+from planner.repriced import repriced
 from planner.schedule import StageTime, bubble_s, shared_step_s
 from planner.sends import crossing_s
 from planner.stage_bytes import point_of
@@ -50,15 +54,38 @@ class StagePrices:
         self.runs = [
             (variant, [i for i, _ in group]) for variant, group in groupby(order, lambda p: p[1])
         ]
+        self.always = [self.program.always(number) for number in range(len(work.kinds))]
+        self.costs = rank_costs(cost)
+        if self.are_unlike:  # what they share was priced as on the fastest
+            found = self.found = repriced(found, self.always, cost, cost.cluster)
+        self.whole = found
         self.state = held_costs(self.program, cost, work.optimizer)
         self.moves = ZeroMoves(self.program, self.state)
         self.stage_states: dict[tuple[int, tuple[StageCall, ...]], StateCost] = {}
         self.halves: Menu = {}
         if splits_backward(candidate.schedule):
-            always = [self.program.always(number) for number in range(len(work.kinds))]
-            self.halves = all_halves(found, always)
+            self.halves = all_halves(found, self.always)
             self.found = with_working_memory(found, self.halves)
         self.memories = Memories(candidate, self.found, cost, self.moves)
+
+    @cached_property
+    def of_ranks(self) -> tuple[Self, ...]:
+        """Per pipeline rank the prices of its devices: these, where all nodes hold the same."""
+        kinds: dict[Kind, Self] = {}
+        for cost in self.costs:
+            if cost is not self.cost and kind_of(cost) not in kinds:
+                here = repriced(self.whole, self.always, cost, self.cost.cluster)
+                kinds[kind_of(cost)] = type(self)(self.work, self.candidate, here, cost)
+        return tuple(self if cost is self.cost else kinds[kind_of(cost)] for cost in self.costs)
+
+    def at(self, stage: int) -> Self:
+        """The prices of the device that a stage lies on."""
+        return self.of_ranks[stage % self.candidate.mesh.pipeline]
+
+    @property
+    def are_unlike(self) -> bool:
+        """Whether ranks lie on different devices."""
+        return any(cost is not self.cost for cost in self.costs)
 
     def _names(self, calls: Sequence[int]) -> list[str]:
         """The state tensors that calls read, each once."""
@@ -125,7 +152,9 @@ class StagePrices:
         where ranks that wait leave no cores to the others."""
         timed, times = self._timed(program, bound_s)
         ranks = (self._rank_cost(program, rank, pair) for rank, pair in enumerate(times))
-        return replace(timed, stages=tuple(ranks))
+        made = replace(timed, stages=tuple(ranks))
+        fullest = self.at(made.fullest)  # whose capacity is the plan's
+        return replace(made, capacity_bytes=int(fullest.cost.capacity_bytes))
 
     def _timed(self, program: Spmd, bound_s: float) -> tuple[Prediction, list[StageTime]]:
         """The prediction without what ranks hold, and their seconds."""
@@ -176,17 +205,17 @@ class StagePrices:
         gradients are added up in the last part that there is."""
         found = []
         for s, calls in enumerate(program.stages):
-            parts = [Seconds(), Seconds(), Seconds()]
+            parts, here = [Seconds(), Seconds(), Seconds()], self.at(s)
             for placed in calls:
-                point = point_of(self.found, placed)
-                backward, moves = self._backward(placed.variant, point), self.moves.of(placed)
+                point = point_of(here.found, placed)
+                backward, moves = here._backward(placed.variant, point), here.moves.of(placed)
                 more = (
-                    self._forward(placed.variant, point) + Seconds(0.0, moves.forward_s),
+                    here._forward(placed.variant, point) + Seconds(0.0, moves.forward_s),
                     backward[0] + Seconds(0.0, moves.backward_s), backward[1],
                 )  # fmt: skip
                 parts = [a + b for a, b in zip(parts, more, strict=True)]
             last = 2 if self.halves else 1
-            parts[last] += Seconds(self._accumulate_s(self._state_of_stage(program, s)))
+            parts[last] += Seconds(here._accumulate_s(here._state_of_stage(program, s)))
             found.append((parts[0], parts[1], parts[2]))
         return found
 
@@ -200,12 +229,12 @@ class StagePrices:
         self, program: Spmd, stage: int, forward: Seconds, backward: Seconds
     ) -> Exchange:
         """What the data axis adds on a stage."""
-        state = self._state_of_stage(program, stage)
+        state = self.at(stage)._state_of_stage(program, stage)
         load = Load(
             state.exchanged_bytes, state.gathered_bytes, len(program.stages[stage]),
             forward.total_s, backward.total_s, len(self._stage_state(program, stage)),
         )  # fmt: skip
-        return exchange(load, self.cost)
+        return exchange(load, self.at(stage).cost)
 
     def _stage_state(self, program: Spmd, stage: int) -> list[str]:
         names = self._names([p.index for p in program.stages[stage]])
@@ -231,7 +260,7 @@ class StagePrices:
         tails = []
         announce_s = self.cost.announce_s(1 + len(self.work.graph.metrics))
         for rank in range(self.candidate.mesh.pipeline):
-            state, lead_s = self._state_of_rank(program, rank), 0.0
+            state, lead_s = self.at(rank)._state_of_rank(program, rank), 0.0
             if self.cost.traits.overlap_gradients:
                 lead_s = sum(backward_s[:rank]) / self._virtual
             moved_s = sum(moves[s].step_s for s in self.candidate.stages_of(rank))
@@ -274,9 +303,11 @@ class StagePrices:
     def _rank_cost(self, program: Spmd, rank: int, times: StageTime) -> StageCost:
         """All stages of a rank together: state, what is held at the fullest moment, what its
         instructions need beside that, and all of the host's memory."""
-        names, state = self._rank_state(program, rank), self._state_of_rank(program, rank)
-        held_bytes, working_bytes = self.memories.of_rank(program, rank, names)
+        here = self.at(rank)
+        names, state = here._rank_state(program, rank), here._state_of_rank(program, rank)
+        held_bytes, working_bytes = here.memories.of_rank(program, rank, names)
         return StageCost(
             *times, state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes,
-            held_bytes, working_bytes, state.host_bytes + self.memories.host_bytes(program, rank),
+            held_bytes, working_bytes, state.host_bytes + here.memories.host_bytes(program, rank),
+            here.cost.capacity_bytes if self.are_unlike else 0,
         )  # fmt: skip

@@ -53,6 +53,8 @@ class StageProblem:
     but none of i holds a copy of those bytes. `held`: per stage, what it holds at the moments at
     which no other one is worse; left out, as many whole micro-batches as the schedule has there.
     `moments`: per rank of several stages, what all of them hold at such moments of the rank.
+    `unlike`: per stage the same runs with the points and seconds of its device, where stages lie on
+    different ones.
     """
 
     runs: tuple[Run, ...]
@@ -64,6 +66,7 @@ class StageProblem:
     tied: tuple[tuple[int, int, float], ...] = ()
     held: tuple[tuple[Held, ...], ...] = ()
     moments: tuple[tuple[tuple[Held, ...], ...], ...] = ()
+    unlike: tuple[tuple[Run, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -79,11 +82,17 @@ class StageProblem:
                 f"{self.stages} stages need {self.stages} capacities and {self.stages - 1} sends, "
                 f"not {len(self.capacity_bytes)} and {len(self.send_s)}"
             )
+        if len(self.unlike) not in (0, self.stages):
+            raise ValueError(f"{self.stages} stages need as many lists of runs, if they differ")
 
     @property
     def block_runs(self) -> tuple[int, ...]:
         """The run of each block, in model order."""
         return tuple(r for r, run in enumerate(self.runs) for _ in range(run.count))
+
+    def runs_at(self, stage: int) -> tuple[Run, ...]:
+        """The runs on the device of a stage."""
+        return self.unlike[stage] if self.unlike else self.runs
 
     def exposed_send_s(self, stage: int) -> float:
         """Seconds per micro-batch that a stage spends on sends to both its neighbours."""
@@ -154,8 +163,8 @@ def price(problem: StageProblem, assignment: Assignment, bound_s: float = 0.0) -
     """What the assignment costs. It is taken as complete and in order; memory is not checked."""
     times = tuple(stage_time(problem, s, choices) for s, choices in enumerate(assignment))
     tail_s = max(
-        sum(c.count * (problem.runs[c.run].sync_s + problem.runs[c.run].optimizer_s) for c in stage)
-        for stage in assignment
+        sum(c.count * (runs[c.run].sync_s + runs[c.run].optimizer_s) for c in stage)
+        for runs, stage in ((problem.runs_at(s), stage) for s, stage in enumerate(assignment))
     )
     weight_s = weights_s(problem, assignment)
     shape = problem.micro_batches, problem.schedule
@@ -173,10 +182,18 @@ def price(problem: StageProblem, assignment: Assignment, bound_s: float = 0.0) -
     )
 
 
+def counted_points(
+    problem: StageProblem, stage: int, choices: Sequence[Choice]
+) -> list[tuple[Point, int]]:
+    """The points of choices on a stage, each with its number of blocks."""
+    runs = problem.runs_at(stage)
+    return [(runs[c.run].points[c.point], c.count) for c in choices]
+
+
 def stage_time(problem: StageProblem, stage: int, choices: Sequence[Choice]) -> StageTime:
     """Seconds of forward and backward of one micro-batch; the sends are half in each."""
     send_s = problem.exposed_send_s(stage) / 2
-    points = [(problem.runs[c.run].points[c.point], c.count) for c in choices]
+    points = counted_points(problem, stage, choices)
     return (
         sum(count * point.forward_s for point, count in points) + send_s,
         sum(count * point.backward_s for point, count in points) + send_s,
@@ -186,14 +203,14 @@ def stage_time(problem: StageProblem, stage: int, choices: Sequence[Choice]) -> 
 def weights_s(problem: StageProblem, assignment: Assignment) -> tuple[float, ...]:
     """Per stage the weights' half of one micro-batch's backward."""
     return tuple(
-        sum(c.count * problem.runs[c.run].points[c.point].weight_s for c in choices)
-        for choices in assignment
+        sum(count * point.weight_s for point, count in counted_points(problem, stage, choices))
+        for stage, choices in enumerate(assignment)
     )
 
 
 def stage_memory(problem: StageProblem, stage: int, choices: Sequence[Choice]) -> StageMemory:
     """Bytes at the peak: one block runs at a time, so transient bytes do not add up."""
-    points = [(problem.runs[c.run].points[c.point], c.count) for c in choices]
+    points = counted_points(problem, stage, choices)
     present = {choice.run for choice in choices}
     copies = sum(size for i, j, size in problem.tied if j in present and i not in present)
     return StageMemory(

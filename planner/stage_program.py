@@ -17,8 +17,9 @@ on stage s at point o, and c[r,s] blocks of run r on stages up to s:
     (7) memory_s <= capacity_s
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from planner.solver import Model, Solution, Term, Variable
 from planner.stage_problem import Assignment, Choice, Point, StageProblem
@@ -52,7 +53,7 @@ class _Program:
         """sum over runs and points of n[r,stage,o] * weight(r, point)."""
         return [
             (weight(r, run.points[o]), variable)
-            for r, run in enumerate(self.problem.runs)
+            for r, run in enumerate(self.problem.runs_at(stage))
             for o, variable in self.counts[r, stage].items()
         ]
 
@@ -63,7 +64,7 @@ def _placement(problem: StageProblem) -> _Program:
     counts = {
         (r, s): {
             o: model.variable(0, run.count, integer=True, name=f"n[{r},{s},{o}]")
-            for o in _unbeaten_points(run.points)
+            for o in _unbeaten_points(problem.runs_at(s)[r].points)
         }
         for r, run in enumerate(problem.runs)
         for s in range(problem.stages)
@@ -116,11 +117,17 @@ def _minimise_step(program: _Program) -> float:
             objective += seconds
             negated = [(-cost, variable) for cost, variable in seconds]
             model.constrain([(1.0, pace), *negated], lower=send / len(phases))
-        once = program.terms(s, lambda r, _p: problem.runs[r].sync_s + problem.runs[r].optimizer_s)
+        tails = [run.sync_s + run.optimizer_s for run in problem.runs_at(s)]
+        once = program.terms(s, partial(_of_run, tails))
         model.constrain([(1.0, tail), *((-cost / unit_s, v) for cost, v in once)], lower=0.0)
     sends = sum(problem.exposed_send_s(s) for s in range(problem.stages)) / unit_s
     model.minimise(objective, offset=sends)
     return unit_s
+
+
+def _of_run(values: Sequence[float], r: int, _point: Point) -> float:
+    """What does not depend on the point."""
+    return values[r]
 
 
 def _memory_terms(program: _Program, stage: int) -> list[Term]:
@@ -153,7 +160,7 @@ def _transient_steps(program: _Program, r: int, stage: int) -> list[Term]:
     One block uses one point. For more, a binary per size says that a point of at least that size
     is used, and adds the step from the next smaller size.
     """
-    run, counts = program.problem.runs[r], program.counts[r, stage]
+    run, counts = program.problem.runs_at(stage)[r], program.counts[r, stage]
     if run.count == 1:
         return [(run.points[o].transient_bytes, variable) for o, variable in counts.items()]
     sizes = sorted({run.points[o].transient_bytes for o in counts})

@@ -6,7 +6,7 @@ which stage lacks how much, and why.
 
 import numpy as np
 
-from ir.plan import Prediction
+from ir.predicted import Prediction
 from ir.quantities import size
 from planner.stage_cuts import best_cuts, copies_bytes, maxima, sums
 from planner.stage_problem import Assignment, Choice, StageProblem, stage_memory
@@ -31,7 +31,7 @@ def memory_message(problem: StageProblem) -> str:
 
 def excess_message(prediction: Prediction) -> str:
     """The fullest rank of a priced plan that does not fit, and its largest part."""
-    rank = max(range(len(prediction.stages)), key=lambda r: prediction.stages[r].peak_bytes)
+    rank = prediction.fullest
     cost = prediction.stages[rank]
     parts = {
         "weights": cost.parameter_bytes, "gradients": cost.gradient_bytes,
@@ -41,7 +41,7 @@ def excess_message(prediction: Prediction) -> str:
     name = max(parts, key=lambda part: parts[part])
     return (
         f"no plan fits: stage {rank} needs {size(cost.peak_bytes)} per device, and "
-        f"{size(prediction.capacity_bytes)} are usable. Largest part: {name} "
+        f"{size(prediction.capacity_of(rank))} are usable. Largest part: {name} "
         f"({size(parts[name])}). Try a smaller micro-batch, or more devices."
     )
 
@@ -88,9 +88,8 @@ def _smallest_point(problem: StageProblem, stage: int, r: int) -> int:
     Transient bytes count once for all blocks of a stage, the others for each.
     """
     share = max(len(problem.block_runs) // problem.stages, 1)
-    parts = [
-        stage_memory(problem, stage, (Choice(r, o, 1),)) for o in range(len(problem.runs[r].points))
-    ]
+    points = range(len(problem.runs_at(stage)[r].points))
+    parts = [stage_memory(problem, stage, (Choice(r, o, 1),)) for o in points]
     sizes = [p.persistent_bytes + p.saved_bytes + p.transient_bytes / share for p in parts]
     return sizes.index(min(sizes))
 

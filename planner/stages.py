@@ -142,7 +142,7 @@ class StageCosts:
             self.seconds[same] = max(seconds, self.seconds[same])
             self.choices[same] = choices
         if self.fill is not None and choices:
-            late = is_late(self.problem, choices)
+            late = is_late(self.problem, s, choices)
             rounds = fill_rounds(self.problem.stages, self.problem.micro_batches)
             lean = [filling(run, rounds, late=late) for run in alone]
             least = stage_points(lean, room_bytes, self.gap / 2)
@@ -167,7 +167,7 @@ class StageCosts:
         """A block of a run on a stage."""
         if (stage, r) not in self.held:
             held_bytes = partial(self.problem.held_bytes, stage)
-            self.held[stage, r] = held_run(self.problem.runs[r], held_bytes)
+            self.held[stage, r] = held_run(self.problem.runs_at(stage)[r], held_bytes)
         return self.held[stage, r]
 
     def _same_blocks(self, a: int, b: int) -> Iterator[int]:

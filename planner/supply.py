@@ -21,35 +21,46 @@ from planner.least_costs import LeastCosts
 from planner.offload import hosting_of
 from planner.pieces import Pieces, best_menu, priced, whole, with_menus
 from planner.pins import Candidate, Pins
+from planner.rank_costs import Place, fastest, least_cost, place_of, rank_costs
 from planner.sharding import ShardingResult, Shardings
 from planner.workload import Workload
 
 
 class Supply:
     """`is_whole_batch`: the model needs all rows at once, so that its blocks depend on the mesh.
-    `device`: in every place of its candidates; the cluster's, if it is not given."""
+    `devices`: that its candidates use; the cluster's, if they are not given. What it gives is of
+    the best of them in every respect, or with `only` of the ranks in such a place."""
 
     def __init__(
         self, work: Workload, cluster: Cluster, pins: Pins, *, is_whole_batch: bool,
-        device: Device | None = None,
+        devices: tuple[Device, ...] = (), only: Place | None = None,
     ) -> None:  # fmt: skip
         self.work, self.cluster, self.pins = work, cluster, pins
-        self.device = device or cluster.device
+        self.devices, self.only = devices or (cluster.device,), only
         self.is_whole_batch = is_whole_batch
         self.known_shardings: dict[tuple[int, int], Shardings] = {}
         self.known_sharded: dict[tuple[Any, ...], ShardingResult] = {}
         self.known_pieces: dict[tuple[Any, ...], Pieces] = {}
         self.known_alone: dict[int, Pieces] = {}
         self.least = LeastCosts(
-            work, cluster, self.alone, self.shardings, self.lowered,
+            work, cluster, self.cost, self.alone, self.shardings, self.lowered,
             lambda candidate: self.pieces(candidate, 0.0),
         )  # fmt: skip
+
+    def cost(self, mesh: Mesh) -> CostModel:
+        """Of the devices that a mesh uses."""
+        if self.only is None:
+            return least_cost(self.cluster, mesh)
+        main = cost_model(self.cluster, mesh)
+        return fastest(main, (cost for cost in rank_costs(main) if place_of(cost) == self.only))
 
     def alone(self, rows: int) -> Pieces:
         """The pieces of one device."""
         if rows not in self.known_alone:
-            alone, cluster = Mesh(), replace(self.cluster, device=self.device, nodes=())
-            candidate, cost = Candidate(alone, 1, "1f1b", rows), cost_model(cluster, alone)
+            alone = Mesh()
+            clusters = (replace(self.cluster, device=d, nodes=()) for d in self.devices)
+            costs = [cost_model(cluster, alone) for cluster in clusters]
+            candidate, cost = Candidate(alone, 1, "1f1b", rows), fastest(costs[0], costs)
             self.known_alone[rows] = self._priced(candidate, self.whole, cost)
         return self.known_alone[rows]
 
@@ -85,7 +96,7 @@ class Supply:
         self, candidate: Candidate, result: ShardingResult, cost: CostModel | None = None
     ) -> Pieces:
         """Pieces without their menus."""
-        work, cost = self.work, cost or cost_model(self.cluster, candidate.mesh)
+        work, cost = self.work, cost or self.cost(candidate.mesh)
         return priced(work.graph, work.flow, work.kinds, result, candidate.degrees, cost)
 
     @cached_property
@@ -96,7 +107,7 @@ class Supply:
         """Of a candidate's local shapes: the data degree does not matter to the tensor axis."""
         key = (candidate.mesh.tensor, candidate.rows)
         if key not in self.known_shardings:
-            work, cost = self.work, cost_model(self.cluster, candidate.mesh)
+            work, cost = self.work, self.cost(candidate.mesh)
             degrees = Degrees(candidate.rows, 1, candidate.mesh.tensor, 1)
             self.known_shardings[key] = Shardings(work.graph, work.kinds, degrees, cost, work.early)
         return self.known_shardings[key]
@@ -110,24 +121,38 @@ class Supply:
         key = (mesh.tensor, candidate.rows, count, price_s, exchange_s, cut)
         if key not in self.known_sharded:
             found = self.shardings(candidate)
-            cost = cost_model(self.cluster, mesh)
+            cost = self.cost(mesh)
             sends = send_terms(found.built, self.work.variant_of, candidate, cost)
             self.known_sharded[key] = found.cheapest(
                 count, price_s, exchange_s=exchange_s, sends=sends
             )
         return self.known_sharded[key]
 
-    def elsewhere(self, device: Device) -> Supply:
-        """For tensor groups that lie in another way; what the same device has is kept together."""
+    def elsewhere(
+        self, cluster: Cluster, devices: tuple[Device, ...], only: Place | None = None
+    ) -> Supply:
+        """For ranks that lie in another way; what the same devices have is kept together."""
         other = Supply(
-            self.work, self.cluster, self.pins, is_whole_batch=self.is_whole_batch, device=device
-        )
-        if device != self.device:
+            self.work, cluster, self.pins, is_whole_batch=self.is_whole_batch, devices=devices,
+            only=only,
+        )  # fmt: skip
+        if devices != self.devices:
             return other
         other.known_alone = self.known_alone
         other.least = replace(
             other.least, known_frontiers=self.least.known_frontiers,
             known_crossings=self.least.known_crossings, known_left=self.least.known_left,
+        )  # fmt: skip
+        return other
+
+    def reordered(self, cluster: Cluster) -> Supply:
+        """For ranks in the same places of a cluster that differ in their order: only what goes from
+        stage to stage is not the same."""
+        other = self.elsewhere(cluster, self.devices, self.only)
+        other.known_shardings, other.known_pieces = self.known_shardings, self.known_pieces
+        other.least = replace(
+            other.least, known_blocks=self.least.known_blocks, known_kept=self.least.known_kept,
+            known_totals=self.least.known_totals, known_moves=self.least.known_moves,
         )  # fmt: skip
         return other
 

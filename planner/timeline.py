@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ir.graph import Graph
-from ir.plan import Plan, Prediction, decode, spmd
+from ir.plan import Plan, decode, spmd
+from ir.predicted import Prediction
 from planner.calibrated import cost_model
 from planner.links import pipeline_ports
 from planner.offload import Hosting

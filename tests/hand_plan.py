@@ -11,7 +11,8 @@ from ir.cluster import Cluster, Mesh
 from ir.graph import Graph
 from ir.lower import Degrees, Lowered, Sharding, whole_sharding
 from ir.machines import Host
-from ir.plan import Placed, Plan, Prediction, StageCost, encode, signature
+from ir.plan import Placed, Plan, encode, signature
+from ir.predicted import Prediction, StageCost
 from ir.recompute import state_inputs
 from ir.variants import Variant, variants
 

@@ -81,11 +81,28 @@ class Bounds:
         send_s = self.least.least_send_s(candidate)
         more_s = again_s + (candidate.stages - 1) * SENDS * send_s
         more_s += state.gather_s + state.scatter_s
-        pace_s = max((total_s + more_s) / ranks, fewest_s)
+        pace_s = max((total_s + more_s) / ranks, fewest_s, self._unlike_pace_s(candidate, calls))
         step_s = self._step_s(candidate, pace_s, total_s + more_s)
         if splits_backward(candidate.schedule):
             step_s += (candidate.stages - 1) * send_s / self._sharing(candidate)
         return step_s + (state.sync_s + state.update_s) / ranks
+
+    def _unlike_pace_s(self, candidate: Candidate, calls: Sequence[int]) -> float:
+        """Of the slowest rank, where ranks lie on different devices; 0 where they don't. With
+        t[r, v] of a block of variant v on rank r, of which there are n[v], and any weights y,
+        pace >= (sum over v of n[v] min over r of y[r] t[r, v]) / (sum of y): whoever runs a block,
+        its part of the weighted seconds is no less. Weights are what a rank would do alone."""
+        if not self.of_ranks:
+            return 0.0
+        kinds = {id(least): least for least in self.of_ranks}
+        seconds = {
+            key: [block.curve.corners[0][0] for block in least.blocks(candidate, exact=False)]
+            for key, least in kinds.items()
+        }
+        alone = {k: sum(n * t for n, t in zip(calls, s, strict=True)) for k, s in seconds.items()}
+        least_s = (min(seconds[k][v] / alone[k] for k in kinds) for v in range(len(calls)))
+        shared = sum(n * t for n, t in zip(calls, least_s, strict=True))
+        return shared / sum(1 / alone[id(least)] for least in self.of_ranks)
 
     def _step_s(self, candidate: Candidate, pace_s: float, sum_s: float) -> float:
         """Seconds of the pipeline, of a slowest rank and all ranks together, by the rules of
@@ -109,8 +126,8 @@ class Bounds:
         """As `quick_s`, closer: (2), (3) or (4)."""
         if level == 4:
             return self._cuts_s(candidate)
-        if candidate.mesh.tensor == 1 and level == 2:
-            return 0.0  # nothing to choose
+        if (candidate.mesh.tensor == 1 and level == 2) or self.of_ranks:
+            return 0.0  # nothing to choose; or no ranks that could share all evenly
         joint_s = self._joint_s(candidate, _steady(candidate), exact=level == 3)
         return joint_s if level == 3 else max(joint_s, self._total_s(candidate))
 

@@ -107,9 +107,12 @@ class PlacedBounds:
 
     def quick_s(self, candidate: Candidate) -> float:
         """As `Bounds.quick_s`."""
-        return Bounds(self.supplies.of(candidate).least).quick_s(candidate)
+        return self._of(candidate).quick_s(candidate)
 
     def close_s(self, candidate: Candidate, level: int) -> float:
         """As `Bounds.close_s`."""
+        return self._of(candidate).close_s(candidate, level)
+
+    def _of(self, candidate: Candidate) -> Bounds:
         of_ranks = self.supplies.least_of_ranks(candidate)
-        return Bounds(self.supplies.of(candidate).least, of_ranks).close_s(candidate, level)
+        return Bounds(self.supplies.of(candidate).least, of_ranks)

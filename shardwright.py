@@ -65,14 +65,15 @@ load_plan = Plan.load
 def plan(
     model: Any, cluster: Cluster | str, batch: Any, *, global_batch: int,
     loss: Callable[[Any], Any] | None = None, pin: Mapping[str, Any] | None = None,
-    time_limit_s: float = inf,
+    time_limit_s: float = inf, processes: int | None = None,
 ) -> Plan:  # fmt: skip
     """Decide how to train `model` on `cluster`; the same input gives the same plan.
 
     `batch` is what the model is called with: a dict of keyword arguments, a tuple of positional
     ones, or one tensor. `loss` makes the loss from the model's output, if that is not the loss
     already. `pin` fixes decisions: {"tensor": 2, "schedule": "gpipe", "zero": 1}. After
-    `time_limit_s` the search ends with the best plan so far and its gap.
+    `time_limit_s` the search ends with the best plan so far and its gap. On Linux it uses
+    `processes` processes (by default one per core, four at most).
     """
     args, kwargs = call_arguments(batch)
     cluster = cluster_of(cluster)
@@ -80,8 +81,9 @@ def plan(
     graph = trace(model, args, kwargs, loss=loss)
     check_fixed_batch(graph, pin, cluster)
     made = plan_graph(
-        graph, cluster, global_batch=global_batch, pin=pin, time_limit_s=time_limit_s
-    )
+        graph, cluster, global_batch=global_batch, pin=pin, time_limit_s=time_limit_s,
+        processes=processes,
+    )  # fmt: skip
     return replace(made, graph=graph)
 
 

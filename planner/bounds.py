@@ -55,13 +55,11 @@ class Bounds:
 
     def quick_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the candidate beats, in closed form; infinity if none can fit."""
-        if not self._may_fit(candidate):
-            return inf
         blocks = self.least.blocks(candidate, exact=False)
         return self._even_s(candidate, [block.curve.corners[0][0] for block in blocks])
 
-    def _may_fit(self, candidate: Candidate) -> bool:
-        """By what there is at once at least."""
+    def may_fit(self, candidate: Candidate) -> bool:
+        """Whether what there is at once at least fits."""
         capacity_bytes = self.least.cost_of(candidate.mesh).capacity_bytes
         if max(self.least.working_bytes(candidate)) > capacity_bytes:
             return False

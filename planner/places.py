@@ -105,6 +105,10 @@ class PlacedBounds:
         """As `Supplies.least`."""
         return self.supplies.least
 
+    def may_fit(self, candidate: Candidate) -> bool:
+        """As `Bounds.may_fit`."""
+        return self._of(candidate).may_fit(candidate)
+
     def quick_s(self, candidate: Candidate) -> float:
         """As `Bounds.quick_s`."""
         return self._of(candidate).quick_s(candidate)

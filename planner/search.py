@@ -10,9 +10,9 @@ tried at one ZeRO stage, and at the next one only while memory makes it recomput
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from math import inf
 from time import monotonic
 from typing import Any, TypeAlias
@@ -27,55 +27,47 @@ from ir.plan import Certificate, Plan, encode, signature
 from ir.schedules import SCHEDULES
 from ir.seats import seated, seats_of
 from ir.variants import variants
+from ir.workers import Request, Workers
 from planner.approximations import approximations
-from planner.byte_price import marginal_price_s, recomputed_share, whole_price_s
-from planner.calibrated import cost_model
-from planner.candidate import Evaluated, TooSlow, Workload, evaluate
+from planner.attempts import Attempt, Attempts
+from planner.candidate import Evaluated, Workload
 from planner.counting import plans_log10
 from planner.describe import describe
 from planner.idle_reason import IdleReason
 from planner.no_sizes import no_sizes
-from planner.offload import HostFull, check_offload
+from planner.offload import check_offload
 from planner.offload_choice import OffloadChoice
 from planner.options import Options
-from planner.pieces import Pieces
 from planner.pins import Candidate, Pins, check_batch, check_pins, read_pins
-from planner.places import PlacedBounds, Supplies
+from planner.places import Supplies
 from planner.price import OPTIMIZER_TENSORS
-from planner.shortage import does_not_fit
-from planner.solver import SolverFailed
 from planner.supply import Supply
 
 MOST_EVALUATIONS = 24
 """Candidates that are planned before the search settles for the best one found."""
+AT_ONCE, PLANNED_AT_ONCE = 8, 2
+"""Candidates that are bounded, or planned, before their answers count."""
+MANY, SHORT_S = 64, 0.5
+"""Requests, or seconds of a search, from which on other processes help."""
 LEVELS = 4
 GAP = 0.005
 """Relative; the search ends when no plan can be better than the best by more."""
-SLACK = 0.003
-"""Less recomputation than this part of a step is not worth a sharding that holds less."""
 PATIENCE = 8
 """The same since the last one that was better by a fifth of the gap."""
 MOST_REFUSALS = 40
 """Candidates that turn out not to fit before the same."""
-MOST_PRICES = 4
-"""Prices of memory under which the blocks of a candidate are sharded."""
-MOST_BETWEEN = 3
-"""Prices between one under which a candidate does not fit and one under which it does."""
-HOPE = 0.03
-"""A candidate that is slower than the best by more is not sharded for less memory."""
-STEEP = 1e4
-"""Over what a byte is worth between keeping everything and nothing: only bytes count."""
 
 
 @paused_collector()
 def plan(
     graph: Graph, cluster: Cluster | str, *, global_batch: int,
     pin: Mapping[str, Any] | None = None, optimizer: str = "adamw", name: str | None = None,
-    time_limit_s: float = inf,
+    time_limit_s: float = inf, processes: int | None = None,
 ) -> Plan:  # fmt: skip
     """Decides how to train `graph` on `cluster`, or on that of a spec; deterministic, but for a
     search that a time limit ends: then the best plan so far, with its gap. Devices are left idle
-    where the others are faster without them, or where the pinned degrees say so.
+    where the others are faster without them, or where the pinned degrees say so. `processes`: in
+    how many to search (`ir.workers`); the plan is the same in any number.
 
     `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("gpipe", "1f1b",
     "interleaved", "zero-bubble"), virtual_stages (of a rank, where interleaved), recompute
@@ -96,9 +88,9 @@ def plan(
         seats_of(cluster, pins.pipeline * pins.data * pins.tensor)
     batch_flow = flow(graph)
     work = Workload(graph, batch_flow, variants(graph, batch_flow), global_batch, optimizer)
-    search = _Search(work, cluster, pins, has_batch, time_limit_s)
+    search = _Search(work, cluster, pins, has_batch, time_limit_s, processes)
     best = search.run()
-    cluster, idle = search.supply.cluster_of(best.candidate), search.idle
+    cluster, idle = search.attempts.supply.cluster_of(best.candidate), search.idle
     used = seated(cluster, best.candidate.mesh.size)
     notes = (
         *idle.notes(best.candidate.mesh, best.prediction.step_s), *search.notes,
@@ -160,27 +152,42 @@ class _Search:
 
     def __init__(
         self, work: Workload, cluster: Cluster, pins: Pins, has_batch: bool,
-        time_limit_s: float = inf,
+        time_limit_s: float = inf, processes: int | None = None,
     ) -> None:  # fmt: skip
         self.work, self.cluster, self.pins, self.has_batch = work, cluster, pins, has_batch
-        self.time_limit_s, self.deadline = time_limit_s, monotonic() + time_limit_s
+        self.begun_s, self.time_limit_s = monotonic(), time_limit_s
+        self.deadline = self.begun_s + time_limit_s
         self.certificate: Certificate | None = None
         self.idle = IdleReason(cluster, pins)
-        reason = needs_whole_batch(work.graph, work.flow)
-        self.options = Options(work, cluster, pins, has_batch, reason)
+        self.options = Options(
+            work, cluster, pins, has_batch, needs_whole_batch(work.graph, work.flow)
+        )
         self.notes: list[str] = []
-        self.supply = Supplies(Supply(work, cluster, pins, is_whole_batch=reason is not None))
-        self.bounds = PlacedBounds(self.supply)
-        self.offload = OffloadChoice(pins.offload, self.bounds.least)
+        self.attempts = Attempts(work, self._supplies())
+        blocks = [*work.graph.blocks, *(kind.block for kind in work.kinds)]
+        nodes = [node for block in blocks for node in block.nodes]
+        shared = (work.graph, *work.kinds, *blocks, *nodes)
+        self.workers = Workers(lambda asked: asked[0](self.attempts, *asked[1]), processes, shared)
+        self.least = self.attempts.bounds.least
+        self.offload = OffloadChoice(pins.offload, self.least)
         self.evaluations = self.refusals = self.patient_since = 0
         self.patient_s = inf
         self.too_large: list[Candidate] = []
 
+    def _supplies(self) -> Supplies:
+        is_whole = self.options.reason is not None
+        return Supplies(Supply(self.work, self.cluster, self.pins, is_whole_batch=is_whole))
+
     def run(self) -> Evaluated:
+        """The best plan."""
+        with self.workers:
+            return self._found()
+
+    def _found(self) -> Evaluated:
         """Of all candidates; then, if those lack memory, of some with offload. The bound is of the
         first ones, if any of them fits."""
         everything, best = list(self._candidates()), _Best()
-        bound_s = self._improve(best, everything)
+        bound_s = self._improve(best, everything, always=False)
         smaller = self._smaller(best, everything)
         bound_s = min(bound_s, self._improve(best, smaller))
         everything += smaller
@@ -203,39 +210,80 @@ class _Search:
     def _smaller(self, best: _Best, tried: list[Candidate]) -> list[Candidate]:
         """On fewer devices, where those could be faster: what one device computes, shared by so
         few, takes less than the best plan, in which communication or waiting takes longer."""
-        fewer = self.options.fewer_than(self.cluster.n_devices, self.bounds.least, best.step_s)
+        fewer = self.options.fewer_than(self.cluster.n_devices, self.least, best.step_s)
         known = {candidate.mesh for candidate in tried}
         meshes = [mesh for mesh in fewer if mesh not in known]
         return [replace(c, offload=self.offload.words[0]) for c in self.options.of(meshes)]
 
-    def _improve(self, best: _Best, options: list[Candidate]) -> float:
-        """Best first: of all candidates the one of the least bound is bounded more closely, and
+    def _improve(self, best: _Best, options: list[Candidate], *, always: bool = True) -> float:
+        """Best first: of all candidates those of the least bounds are bounded more closely, and
         then planned, until no bound is below the best plan by more than the gap; the least bound
-        that is left."""
+        that is left. `always`: first bounds are found also after the deadline."""
         closed_s = inf
-        open_ = [self._open(c, s, 1) for c, s in self._quick(options)]
-        heapq.heapify(open_)
-        while open_ and open_[0][0] < (1 - GAP) * best.step_s and monotonic() <= self.deadline:
-            bound_s, _, level, candidate = heapq.heappop(open_)
+        queue = [self._open(c, s, 1) for c, s in self._quick(options, always=always)]
+        heapq.heapify(queue)
+        while self._is_below(queue, best) and monotonic() <= self.deadline:
+            taken, left_s = self._taken(queue, best)
+            closed_s = min(closed_s, left_s)
+            if not taken and queue and closed_s <= queue[0][0]:
+                break
+            answers = self._answers([self._request(entry, best) for entry in taken], self.deadline)
+            for entry, answer in zip(taken, answers, strict=True):
+                bound_s, _, level, candidate = entry
+                if answer is None:
+                    heapq.heappush(queue, entry)
+                elif level < LEVELS:
+                    heapq.heappush(queue, self._open(candidate, max(bound_s, answer), level + 1))
+                else:
+                    self._attempted(candidate, answer, best)
+                    left_s = bound_s if answer.fits else self._unproven_s(candidate, bound_s)
+                    closed_s = min(closed_s, left_s)
+        return min([closed_s, *(item[0] for item in queue[:1])])
+
+    def _is_below(self, queue: list[_Open], best: _Best) -> bool:
+        """Whether the least bound is below the best plan by more than the gap."""
+        return bool(queue) and queue[0][0] < (1 - GAP) * best.step_s
+
+    def _taken(self, queue: list[_Open], best: _Best) -> tuple[list[_Open], float]:
+        """The next entries to bound or to plan; and the least bound of those that are left out.
+        How many there are does not depend on the processes, and so the plan does not either."""
+        taken, left_s, planned = list[_Open](), inf, 0
+        while len(taken) < AT_ONCE and self._is_below(queue, best):
+            entry = heapq.heappop(queue)
+            bound_s, _, level, candidate = entry
             if level < LEVELS:
-                closer_s = max(bound_s, self.bounds.close_s(candidate, level + 1))
-                heapq.heappush(open_, self._open(candidate, closer_s, level + 1))
-                continue
-            if self._is_too_large(candidate):
-                closed_s = min(closed_s, self._unproven_s(candidate, bound_s))
-                continue
-            if self.offload.is_enough(candidate, has_plan=best.found is not None):
-                closed_s = min(closed_s, bound_s)
-                continue
-            if self._goes_on(best) or self.offload.is_extra(candidate) or best.found is None:
-                fits = self._try(candidate, best)
-                left_s = bound_s if fits else self._unproven_s(candidate, bound_s)
-                closed_s = min(closed_s, left_s)
+                taken.append(entry)
+            elif self._is_too_large(candidate):
+                left_s = min(left_s, self._unproven_s(candidate, bound_s))
+            elif self.offload.is_enough(candidate, has_plan=best.found is not None):
+                left_s = min(left_s, bound_s)
+            elif planned == PLANNED_AT_ONCE:
+                heapq.heappush(queue, entry)
+                break
+            elif self._goes_on(best) or self.offload.is_extra(candidate) or best.found is None:
+                taken.append(entry)
+                planned += 1
             else:
-                closed_s = min(closed_s, bound_s)
-                if open_ and closed_s <= open_[0][0]:
+                left_s = min(left_s, bound_s)
+                if queue and left_s <= queue[0][0]:
                     break
-        return min([closed_s, *(item[0] for item in open_[:1])])
+        return taken, left_s
+
+    def _request(self, entry: _Open, best: _Best) -> Request:
+        """What to do next with a candidate. Those with the same local shapes share linear
+        programs."""
+        _, _, level, candidate = entry
+        mesh = candidate.mesh
+        key = mesh.tensor, candidate.rows, mesh.pipeline if mesh.tensor == 1 else 0
+        if level < LEVELS:
+            return key, (Attempts.close_s, (candidate, level + 1))
+        return key, (Attempts.plan, (candidate, best.step_s))
+
+    def _answers(self, requests: Sequence[Request], until_s: float = inf) -> list[Any]:
+        """In several processes once that is worth while."""
+        if len(requests) > MANY or monotonic() > self.begun_s + SHORT_S:
+            self.workers.start()
+        return self.workers.answers(requests, until_s)
 
     def _goes_on(self, best: _Best) -> bool:
         """Whether one more candidate is worth planning."""
@@ -251,22 +299,31 @@ class _Search:
         may."""
         return bound_s if candidate.mesh.tensor > 1 else inf
 
-    def _quick(self, options: list[Candidate]) -> Iterator[tuple[Candidate, float]]:
-        """Candidates with their first bounds, without those that can't fit: where rows do not
-        fit on a mesh, more rows do not either."""
+    def _quick(
+        self, options: list[Candidate], *, always: bool
+    ) -> Iterator[tuple[Candidate, float]]:
+        """Candidates with their first bounds, without those that can't fit; nothing is known of
+        those that there is no time for."""
+        groups: dict[tuple[int, int], list[Candidate]] = {}
+        for candidate in self._fitting(options):
+            groups.setdefault((candidate.mesh.tensor, candidate.rows), []).append(candidate)
+        requests = [(("quick", *key), (Attempts.quick_s, (c,))) for key, c in groups.items()]
+        answers = self._answers(requests, inf if always else self.deadline)
+        for found, seconds in zip(groups.values(), answers, strict=True):
+            for candidate, bound_s in zip(found, seconds or [0.0] * len(found), strict=True):
+                if bound_s < inf:
+                    yield candidate, bound_s
+
+    def _fitting(self, options: list[Candidate]) -> Iterator[Candidate]:
+        """Without those that can't fit: where rows do not fit on a mesh, more do not either."""
 
         def alike(c: Candidate) -> tuple[Any, ...]:
             return (astuple(c.mesh), c.virtual_stages, c.schedule, c.zero, c.offload, c.order)
 
         ordered = sorted(options, key=lambda c: (alike(c), c.rows))
         for _, group in groupby(ordered, key=alike):
-            for candidate in group:
-                if self.offload.is_idle(candidate):
-                    continue
-                bound_s = self.bounds.quick_s(candidate)
-                if bound_s == inf:
-                    break
-                yield candidate, bound_s
+            needed = (c for c in group if not self.offload.is_idle(c))
+            yield from takewhile(self.attempts.bounds.may_fit, needed)
 
     def _open(self, candidate: Candidate, bound_s: float, level: int) -> _Open:
         """An entry of the queue; of equal bounds fewer stages and more data ranks come first."""
@@ -282,22 +339,11 @@ class _Search:
 
     def _nothing_fits(self, options: list[Candidate]) -> Refused:
         """What the candidate of least memory lacks, and how many devices its state asks for."""
-        need = self.bounds.least.need_bytes
-        least = min(options, key=lambda c: (need(c), c.mesh.pipeline, c.zero))
-        cost = cost_model(self.supply.cluster_of(least), least.mesh)
-        price_s = STEEP * whole_price_s(self.supply.pieces(least, 0.0))
+        need, state = self.least.need_bytes, self.least.state
+        smallest = min(options, key=lambda c: (need(c), c.mesh.pipeline, c.zero))
         alone = Candidate(Mesh(), 1, "1f1b", 1, offload=self.offload.words[-1])
-        try:
-            evaluate(self.work, least, self.supply.pieces(least, price_s), cost)
-        except HostFull as error:
-            return error
-        except Refused:
-            pass
-        return does_not_fit(
-            self.work, least, self.supply.pieces(least, price_s), cost,
-            state_bytes=self.bounds.least.state.bytes_of(alone),
-            devices=self.cluster.n_devices,
-        )  # fmt: skip
+        attempts = Attempts(self.work, self._supplies())
+        return attempts.shortage(smallest, state.bytes_of(alone), self.cluster.n_devices)
 
     def _bounded(self, found: Evaluated, bound_s: float) -> Evaluated:
         bound_s = min(bound_s, found.prediction.step_s)
@@ -323,75 +369,18 @@ class _Search:
             for other in self.too_large
         )  # fmt: skip
 
-    def _try(self, candidate: Candidate, best: _Best) -> bool:
-        """Evaluates a candidate, first as if a byte cost nothing; if it does not fit so, with as
-        few as it can, and between; then at what the last plan says a byte is worth. Whether it may
-        fit."""
-        price_s, tried, fits, dearer = 0.0, list[Pieces](), False, [1.0, STEEP]
-        for _ in range(MOST_PRICES if candidate.mesh.tensor > 1 else 1):
-            pieces = self.supply.pieces(candidate, price_s)
-            is_known = any(pieces is other for other in tried)
-            if is_known and (fits or not dearer):
-                break
-            tried.append(pieces)
-            limit_s = best.step_s * (1 + HOPE)
-            found = None if is_known else self._evaluated(candidate, pieces, limit_s)
-            if isinstance(found, TooSlow):
-                if not fits and price_s:
-                    self._between(candidate, best, price_s)
-                fits = True
-                break
-            if found is None:
-                if fits or not dearer:
-                    break
-                price_s = dearer.pop() * whole_price_s(pieces)
-                continue
-            if not fits and price_s:
-                self._between(candidate, best, price_s)
-            fits = True
-            best.offer(found)
-            if recomputed_share(found) < SLACK:
-                self.offload.roomy.add(candidate)
-                break
-            price_s = marginal_price_s(found)
-        if not fits:
+    def _attempted(self, candidate: Candidate, attempt: Attempt, best: _Best) -> None:
+        """Takes note of a candidate that was planned."""
+        if attempt.found:
+            best.offer(attempt.found)
+        if attempt.least_s < inf:
+            self.idle.planned(candidate.mesh, attempt.least_s)
+        if attempt.is_roomy:
+            self.offload.roomy.add(candidate)
+        if not attempt.fits:
             self.too_large.append(candidate)
-        self.offload.tried[candidate] = fits
-        self.evaluations += fits
-        if fits and candidate.mesh.size < self.cluster.n_devices:
+        self.offload.tried[candidate] = attempt.fits
+        self.evaluations += attempt.fits
+        if attempt.fits and candidate.mesh.size < self.cluster.n_devices:
             self.patient_since += 1  # what leaves devices idle takes nothing from the others
-        self.refusals += not fits
-        return fits
-
-    def _between(self, candidate: Candidate, best: _Best, high_s: float) -> None:
-        """Evaluates a candidate that fits at a price of memory, and not without one, at prices
-        between: each is where the nearest tried shardings, one of either kind, cost the same."""
-        supply, low_s = self.supply.of(candidate), 0.0
-        for _ in range(MOST_BETWEEN):
-            known = [supply.pieces(candidate, price_s) for price_s in (low_s, high_s)]
-            price_s = supply.level_price_s(candidate, low_s, high_s)
-            pieces = supply.pieces(candidate, price_s)
-            if any(pieces is other for other in known):
-                break
-            found = self._evaluated(candidate, pieces, best.step_s * (1 + HOPE))
-            if found is None:
-                low_s = price_s
-                continue
-            high_s = price_s
-            if isinstance(found, Evaluated):
-                best.offer(found)
-
-    def _evaluated(
-        self, candidate: Candidate, pieces: Pieces, limit_s: float = inf
-    ) -> Evaluated | None | TooSlow:
-        """None if it does not fit; `TooSlow` if it takes longer than the limit."""
-        cost = cost_model(self.supply.cluster_of(candidate), candidate.mesh)
-        try:
-            found = evaluate(self.work, candidate, pieces, cost, limit_s)
-            timed = found if isinstance(found, TooSlow) else found.prediction
-            self.idle.planned(candidate.mesh, timed.step_s)
-            return found
-        except SolverFailed:
-            raise
-        except Refused:
-            return None
+        self.refusals += not attempt.fits

@@ -14,12 +14,12 @@ from ir.graph import Graph
 from ir.machines import Host
 from ir.variants import variants
 from planner import plan
-from planner.bounds import Bounds
 from planner.calibrated import cost_model
 from planner.candidate import Workload, evaluate
 from planner.frontier import frontier
 from planner.pieces import best_menu, pieces, whole
 from planner.pins import Candidate, read_pins
+from planner.places import PlacedBounds
 from planner.recompute_program import KeptProgram
 from planner.search import LEVELS, _Search
 
@@ -56,11 +56,12 @@ def test_no_plan_beats_its_bounds(model: str, spec: str, share: float) -> None:
     found = search(graph, cluster, 8)
     plans = near = 0
     for candidate in list(found._candidates())[::EVERY]:
-        bounds = _bounds(found.bounds, candidate)
+        bounds = _bounds(found.attempts.bounds, candidate)
         for price in PRICES if candidate.mesh.tensor > 1 else PRICES[:1]:
             cost = cost_model(cluster, candidate.mesh)
             try:
-                made = evaluate(found.work, candidate, found.supply.pieces(candidate, price), cost)
+                pieces_ = found.attempts.supply.pieces(candidate, price)
+                made = evaluate(found.work, candidate, pieces_, cost)
             except Refused:
                 continue
             assert max(bounds) <= made.prediction.step_s * (1 + 1e-9)
@@ -75,7 +76,9 @@ def with_usable(cluster: Cluster, usable_bytes: float) -> Cluster:
     return replace(cluster, device=device)
 
 
-def _bounds(bounds: Bounds, candidate: Candidate) -> tuple[float, ...]:
+def _bounds(bounds: PlacedBounds, candidate: Candidate) -> tuple[float, ...]:
+    if not bounds.may_fit(candidate):
+        return (inf,)
     quick_s = bounds.quick_s(candidate)
     if quick_s == inf:
         return (inf,)

@@ -17,12 +17,12 @@ from ir.lower import Degrees
 from ir.plan import Plan, spmd
 from ir.spmd import Spmd, lower_all
 from planner import plan
+from planner.attempts import SLACK
 from planner.candidate import Workload, _Evaluation, evaluate
 from planner.cost import Roofline
 from planner.pieces import best_menu, pieces
 from planner.pieces import whole as unsharded
 from planner.pins import Candidate, parse_pins
-from planner.search import SLACK
 from planner.stages import plan_stages
 from planner.zero import ZeroMoves, held_cost, least_held_cost
 from tests.hand_plan import even_stages, hand_plan, keep_all, kinds_of, whole_shardings

@@ -1,0 +1,146 @@
+"""Requests answered in several processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ir.errors import Refused
+from ir.workers import Workers
+
+ROOT = Path(__file__).parents[2]
+
+
+def in_one_thread(call: str) -> str:
+    """What a function of this module prints, in a process that can be copied."""
+    code = f"import test_workers; test_workers.{call}"
+    paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
+    made = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    return made.stdout
+
+
+def started(processes: int = 2) -> Workers:
+    found = Workers(Counter(), processes)
+    found.start()
+    assert len(found._copies) == processes - 1
+    return found
+
+
+class Counter:
+    """Answers (key, how often that key was asked before, the process)."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def __call__(self, key: str) -> tuple[str, int, int]:
+        if key == "refused":
+            raise Refused("the reason")
+        if key == "killed" and self.counts.get("a main process") is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.counts[key] = self.counts.get(key, -1) + 1
+        return key, self.counts[key], os.getpid()
+
+
+def print_answers() -> None:
+    with started() as workers:
+        asked = [(key, key) for key in "abcabca"]
+        found = [answer for _ in range(2) for answer in workers.answers(asked)]
+        print(*(f"{key}{count}" for key, count, _ in found), len({pid for *_, pid in found}))
+        owners = {key: {pid for k, _, pid in found if k == key} for key in "abc"}
+        print(*(len(pids) for pids in owners.values()))
+
+
+def test_each_key_has_one_process_and_all_processes_are_used() -> None:
+    assert in_one_thread("print_answers()").split("\n") == [
+        "a0 b0 c0 a1 b1 c1 a2 a3 b2 c2 a4 b3 c3 a5 2", "1 1 1", "",
+    ]  # fmt: skip
+
+
+def print_refusal() -> None:
+    with started() as workers:
+        try:
+            workers.answers([("a", "a"), ("b", "refused"), ("c", "c")])
+        except Refused as error:
+            print(error, *(count for _, count, _ in workers.answers([("a", "a"), ("b", "b")])))
+
+
+def test_an_error_of_a_copy_is_raised_here_and_the_others_were_answered() -> None:
+    assert in_one_thread("print_refusal()") == "the reason 1 0\n"
+
+
+def print_killed() -> None:
+    with started() as workers:
+        workers.serve.counts["a main process"] = 0
+        found = workers.answers([("a", "a"), ("b", "killed"), ("c", "c"), ("d", "d")])
+        found += workers.answers([("d", "d")])
+        print(*(f"{key}{count}" for key, count, _ in found), {pid for *_, pid in found}
+              == {os.getpid()})
+
+
+def test_what_a_killed_copy_did_not_answer_is_answered_here() -> None:
+    assert in_one_thread("print_killed()") == "a0 killed0 c0 d0 d1 True\n"
+
+
+class Thing:
+    """Equal to itself only."""
+
+
+THINGS = Thing(), Thing()
+
+
+def print_shared() -> None:
+    with Workers(lambda thing: (thing, THINGS[1], os.getpid()), 2, shared=THINGS) as workers:
+        workers.start()
+        found = workers.answers([("a", THINGS[0]), ("b", THINGS[0])])
+        print(*((first is THINGS[0], second is THINGS[1]) for first, second, _ in found))
+        print(len({pid for *_, pid in found}))
+
+
+def test_shared_objects_stay_the_same() -> None:
+    assert in_one_thread("print_shared()") == "(True, True) (True, True)\n2\n"
+
+
+def print_late() -> None:
+    with started() as workers:
+        print(workers.answers([("a", "a"), ("b", "b")], until_s=time.monotonic() - 1))
+
+
+def test_requests_after_the_time_are_not_begun() -> None:
+    assert in_one_thread("print_late()") == "[None, None]\n"
+
+
+def print_gone() -> None:
+    workers = started(3)
+    print(*(copy.pid for copy, _ in workers._copies), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are copied on Linux only")
+def test_copies_end_with_a_killed_process() -> None:
+    code = "import test_workers; test_workers.print_gone()"
+    paths = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
+    made = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
+    copies = [int(word) for word in made.stdout.split()]
+    assert len(copies) == 2
+    until_s = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in copies) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert not [pid for pid in copies if Path(f"/proc/{pid}").exists()]
+
+
+def test_one_process_answers_alone() -> None:
+    with Workers(Counter(), 1) as workers:
+        workers.start()
+        found = workers.answers([("a", "a"), ("a", "a")])
+    assert found == [("a", 0, os.getpid()), ("a", 1, os.getpid())]

@@ -108,19 +108,27 @@ def stage_parts(cluster: Cluster, mesh: Mesh) -> tuple[tuple[Cluster, Mesh] | No
     return tuple(_part(used, mesh, rank) for rank in range(mesh.pipeline))
 
 
+def held_devices(cluster: Cluster, mesh: Mesh, rank: int) -> list[Device]:
+    """The devices of the groups of alike nodes that a pipeline rank lies on, in order."""
+    used, each = seated(cluster, mesh.size), mesh.data * mesh.tensor
+    per_node, first, found = used.devices_per_node, 0, []
+    for part in used.nodes:
+        if first * per_node < (rank + 1) * each and rank * each < (first + part.count) * per_node:
+            found.append(part.device)
+        first += part.count
+    return found or [used.device]
+
+
 def _part(cluster: Cluster, mesh: Mesh, rank: int) -> tuple[Cluster, Mesh] | None:
     each, per_node = mesh.data * mesh.tensor, cluster.devices_per_node
     low, high, first = rank * each, (rank + 1) * each, 0
-    held: list[Device] = []
     for part in cluster.nodes:
         start, end = first * per_node, (first + part.count) * per_node
         if start <= low and high <= end and start % each == 0 and end % each == 0:
             alone = only_nodes(cluster, Seats(part.count, per_node, first))
             return _with_host(alone, cluster), replace(mesh, pipeline=(end - start) // each)
-        if start < high and low < end:
-            held.append(part.device)
         first += part.count
-    device = slowest(held)
+    device = slowest(held_devices(cluster, mesh, rank))
     if device == cluster.device:
         return None
     return _with_host(replace(cluster, device=device, nodes=()), cluster), mesh

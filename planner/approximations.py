@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 
-from ir.cluster import GIB, Cluster
+from ir.cluster import GIB, Cluster, Mesh
 from ir.graph import Block
 from ir.layout import Replicate
 from ir.ops import op_def
 from ir.variants import Variant
 from planner.candidate import Evaluated, Workload
 from planner.ports import divides
+from planner.stage_places import are_unlike
 
 LARGE_SHARE = 0.01
 """A parameter with more than this part of all parameters is worth a note when it is not cut."""
@@ -32,7 +33,7 @@ def divides_something(kinds: tuple[Variant, ...], degree: int) -> bool:
 def approximations(work: Workload, best: Evaluated, cluster: Cluster) -> tuple[str, ...]:
     """All notes, in a stable order."""
     mesh = best.candidate.mesh
-    notes = [*_unlike_devices(cluster), *_no_units(work, cluster), *_nothing_to_order(best)]
+    notes = [*_unlike_devices(cluster, mesh), *_no_units(work, cluster), *_nothing_to_order(best)]
     if mesh.size > 1:
         notes += [*_fixed_batch(work), *_unknown_operations(work)]
     if mesh.tensor > 1:
@@ -43,10 +44,15 @@ def approximations(work: Workload, best: Evaluated, cluster: Cluster) -> tuple[s
     return tuple(dict.fromkeys(notes))
 
 
-def _unlike_devices(cluster: Cluster) -> list[str]:
-    """Nodes that differ are planned for as the least of them."""
+def _unlike_devices(cluster: Cluster, mesh: Mesh) -> list[str]:
+    """Nodes that differ are planned for as the least of those of a stage."""
     if not cluster.nodes:
         return []
+    if are_unlike(cluster, mesh):
+        return [
+            f"{cluster}: hosts, and the latency, shared ports and in-switch sums of links, are "
+            "taken as the worst of all nodes; devices and rates of links are each node's own"
+        ]
     device = cluster.device
     return [
         f"{cluster}: every device is taken as {device.name} with {device.usable_bytes / GIB:.1f} "

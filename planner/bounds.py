@@ -210,8 +210,8 @@ class Bounds:
             of_kinds = {id(x): Bounds(x)._runs(candidate, exchange_s) for x in self.of_ranks}
             unlike = tuple(of_kinds[id(least)] for least in self.of_ranks)
         return StageProblem(
-            self._runs(candidate, exchange_s), mesh.pipeline, candidate.micro_batches,
-            candidate.schedule, capacity_bytes,
+            self._runs(candidate, exchange_s, exact=not unlike), mesh.pipeline,
+            candidate.micro_batches, candidate.schedule, capacity_bytes,
             tuple(
                 candidate.virtual_stages * self.least.send_s(candidate, cost, stage)
                 for stage in range(mesh.pipeline - 1)
@@ -220,9 +220,11 @@ class Bounds:
             unlike=unlike,
         )  # fmt: skip
 
-    def _runs(self, candidate: Candidate, exchange_s: float) -> tuple[Run, ...]:
-        """What all blocks take at least."""
-        cost, exact = self.least.cost_of(candidate.mesh), candidate.mesh.tensor > 1
+    def _runs(
+        self, candidate: Candidate, exchange_s: float, *, exact: bool = True
+    ) -> tuple[Run, ...]:
+        """What all blocks take at least; `exact`: by shardings, where there are any."""
+        cost, exact = self.least.cost_of(candidate.mesh), exact and candidate.mesh.tensor > 1
         runs = []
         for variant, count, state in self.least.state.runs(candidate):
             added_s = self._added_s(candidate, cost, state) / count

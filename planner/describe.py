@@ -21,6 +21,7 @@ from ir.seats import seated, seats_of
 from planner.candidate import Evaluated
 from planner.price import COLLECTIVES, NodeTimes, Seconds
 from planner.recompute import MenuPoint
+from planner.stage_places import are_unlike, places_text
 
 SHORT = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64",
@@ -72,6 +73,10 @@ def _head(plan: Plan) -> Iterator[str]:
         used, there = plan.mesh.size, plan.cluster.n_devices
         kind = f" ({seated(plan.cluster, used)})" if plan.cluster.nodes else ""
         yield f"devices  {used} of {there} used, {where}{kind}; {plan.devices_idle} idle"
+    if are_unlike(plan.cluster, plan.mesh):
+        where = places_text(plan.cluster, plan.mesh, "pipeline rank" if plan.virtual_stages > 1 else "stage")
+        yield f"devices  {where}; start the nodes in this order"
+        yield f"blocks   seconds and kept bytes below are those on {plan.cluster.device.name}"
     if plan.zero:
         parts = ("optimizer state", "gradients", "parameters")[: plan.zero]
         words = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
@@ -242,13 +247,16 @@ def _cuts(layout: Layout, plan: Plan) -> Iterator[tuple[str, object]]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     yield ""
-    heads = ("parameters", "gradients", "optimizer", "saved", "working", "peak")
+    heads = ["parameters", "gradients", "optimizer", "saved", "working", "peak"]
+    unlike = any(cost.capacity_bytes for cost in plan.prediction.stages)
+    heads += ["usable"] * unlike
     yield "memory   " + "".join(f"{head:>12}" for head in heads)
     for number, cost in enumerate(plan.prediction.stages):
-        parts = (
+        parts = [
             cost.parameter_bytes, cost.gradient_bytes, cost.optimizer_bytes, cost.saved_bytes,
             cost.transient_bytes, cost.peak_bytes,
-        )  # fmt: skip
+        ]  # fmt: skip
+        parts += [cost.capacity_bytes] * unlike
         yield f"{f'{_place(plan)} {number}':<9}" + "".join(f"{size(part):>12}" for part in parts)
 
 

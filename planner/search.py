@@ -41,6 +41,7 @@ from planner.options import Options
 from planner.pins import Candidate, Pins, check_batch, check_pins, read_pins
 from planner.places import Supplies
 from planner.price import OPTIMIZER_TENSORS
+from planner.stage_places import OrderReason
 from planner.supply import Supply
 
 MOST_EVALUATIONS = 24
@@ -94,6 +95,7 @@ def plan(
     used = seated(cluster, best.candidate.mesh.size)
     notes = (
         *idle.notes(best.candidate.mesh, best.prediction.step_s), *search.notes,
+        *search.node_orders.notes(best.candidate, best.prediction.step_s),
         *approximations(work, best, used),
     )  # fmt: skip
     blocks = tuple(
@@ -158,7 +160,7 @@ class _Search:
         self.begun_s, self.time_limit_s = monotonic(), time_limit_s
         self.deadline = self.begun_s + time_limit_s
         self.certificate: Certificate | None = None
-        self.idle = IdleReason(cluster, pins)
+        self.idle, self.node_orders = IdleReason(cluster, pins), OrderReason(cluster)
         self.options = Options(
             work, cluster, pins, has_batch, needs_whole_batch(work.graph, work.flow)
         )
@@ -328,6 +330,7 @@ class _Search:
     def _open(self, candidate: Candidate, bound_s: float, level: int) -> _Open:
         """An entry of the queue; of equal bounds fewer stages and more data ranks come first."""
         self.idle.bounded(candidate, bound_s)
+        self.node_orders.bounded(candidate, bound_s)
         return bound_s, _simplicity(candidate), level, candidate
 
     def _no_time(self, candidates: int) -> Refused:
@@ -375,6 +378,7 @@ class _Search:
             best.offer(attempt.found)
         if attempt.least_s < inf:
             self.idle.planned(candidate.mesh, attempt.least_s)
+            self.node_orders.planned(candidate, attempt.least_s)
         if attempt.is_roomy:
             self.offload.roomy.add(candidate)
         if not attempt.fits:

@@ -31,6 +31,7 @@ MODELS = {
 }
 CLUSTERS = {
     **{spec: Cluster.parse(spec) for spec in ("local:4", "8xH100-SXM", "2x2xA100-80GB")},
+    "mixed": Cluster.parse("1x2xH100-SXM+1x2xA100-40GB"),
     "with a host": replace(Cluster.local(4), own_host=Host(2e9, 2**40)),
     "measured": MACHINE,
 }
@@ -58,7 +59,7 @@ def test_no_plan_beats_its_bounds(model: str, spec: str, share: float) -> None:
     for candidate in list(found._candidates())[::EVERY]:
         bounds = _bounds(found.attempts.bounds, candidate)
         for price in PRICES if candidate.mesh.tensor > 1 else PRICES[:1]:
-            cost = cost_model(cluster, candidate.mesh)
+            cost = cost_model(found.attempts.supply.cluster_of(candidate), candidate.mesh)
             try:
                 pieces_ = found.attempts.supply.pieces(candidate, price)
                 made = evaluate(found.work, candidate, pieces_, cost)
@@ -72,8 +73,9 @@ def test_no_plan_beats_its_bounds(model: str, spec: str, share: float) -> None:
 
 def with_usable(cluster: Cluster, usable_bytes: float) -> Cluster:
     """The same with other memory."""
-    device = replace(cluster.device, memory_bytes=int(usable_bytes), reserve_bytes=0)
-    return replace(cluster, device=device)
+    memory = {"memory_bytes": int(usable_bytes), "reserve_bytes": 0}
+    nodes = tuple(replace(n, device=replace(n.device, **memory)) for n in cluster.nodes)
+    return replace(cluster, device=replace(cluster.device, **memory), nodes=nodes)
 
 
 def _bounds(bounds: PlacedBounds, candidate: Candidate) -> tuple[float, ...]:

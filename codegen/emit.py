@@ -32,6 +32,7 @@ from ir.quantities import size
 from ir.schedules import splits_backward
 from ir.seats import seats_of
 from ir.spmd import Spmd
+from ir.stage_devices import are_unlike, places_text
 from ir.whole_file import check_folder
 
 FILES = (
@@ -117,10 +118,12 @@ def emit(graph: Graph, plan: Plan) -> Program:
         "program.py": program_text(whole, groups, plan),
     }
     where = seats_of(plan.cluster, plan.mesh.size)
+    unlike = are_unlike(plan.cluster, plan.mesh)
     facts = {
         "plan": plan, "ranks": plan.mesh.size, "model": plan.model, "hash": plan.hash,
         "per_node": where.per_node, "nodes": where.nodes, "idle": plan.devices_idle,
         "used": where.text(plan.cluster),
+        "places": places_text(plan.cluster, plan.mesh, "pipeline rank") if unlike else "",
         "peak": size(plan.prediction.peak_bytes), "capacity": size(plan.prediction.capacity_bytes),
     }  # fmt: skip
     for name in ("train.py", "launch.sh", "launch.slurm", "README.md"):

@@ -13,10 +13,10 @@ from ir.cluster import GIB, Cluster, Mesh
 from ir.graph import Block
 from ir.layout import Replicate
 from ir.ops import op_def
+from ir.stage_devices import are_unlike
 from ir.variants import Variant
 from planner.candidate import Evaluated, Workload
 from planner.ports import divides
-from planner.stage_places import are_unlike
 
 LARGE_SHARE = 0.01
 """A parameter with more than this part of all parameters is worth a note when it is not cut."""

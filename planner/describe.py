@@ -18,10 +18,10 @@ from ir.plan import Placed, Plan
 from ir.quantities import duration, size
 from ir.reshard import FREE
 from ir.seats import seated, seats_of
+from ir.stage_devices import are_unlike, places_text
 from planner.candidate import Evaluated
 from planner.price import COLLECTIVES, NodeTimes, Seconds
 from planner.recompute import MenuPoint
-from planner.stage_places import are_unlike, places_text
 
 SHORT = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64",
@@ -74,7 +74,8 @@ def _head(plan: Plan) -> Iterator[str]:
         kind = f" ({seated(plan.cluster, used)})" if plan.cluster.nodes else ""
         yield f"devices  {used} of {there} used, {where}{kind}; {plan.devices_idle} idle"
     if are_unlike(plan.cluster, plan.mesh):
-        where = places_text(plan.cluster, plan.mesh, "pipeline rank" if plan.virtual_stages > 1 else "stage")
+        word = "pipeline rank" if plan.virtual_stages > 1 else "stage"
+        where = places_text(plan.cluster, plan.mesh, word)
         yield f"devices  {where}; start the nodes in this order"
         yield f"blocks   seconds and kept bytes below are those on {plan.cluster.device.name}"
     if plan.zero:

@@ -38,10 +38,10 @@ from planner.no_sizes import no_sizes
 from planner.offload import check_offload
 from planner.offload_choice import OffloadChoice
 from planner.options import Options
+from planner.order_reason import OrderReason
 from planner.pins import Candidate, Pins, check_batch, check_pins, read_pins
 from planner.places import Supplies
 from planner.price import OPTIMIZER_TENSORS
-from planner.stage_places import OrderReason
 from planner.supply import Supply
 
 MOST_EVALUATIONS = 24

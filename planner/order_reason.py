@@ -1,49 +1,19 @@
-"""Which stages lie on which devices, where nodes hold different ones, and why so: in words.
+"""Why a plan has nodes that hold different devices in its order, in words.
 
-Input: a plan's cluster and mesh; what a search learns of plans with its nodes in each order, as it
-goes. Output: lines for the plan. The nodes must be started in the order that the plan has them in.
+Input: what a search learns of plans with the nodes in each order, as it goes. Output: a note for
+the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
 from math import inf
 
-from ir.cluster import Cluster, Mesh
+from ir.cluster import Cluster
 from ir.quantities import duration
-from ir.stage_devices import Order, held_devices, in_order, stage_devices, stage_parts
+from ir.stage_devices import Order, are_unlike, in_order
 from planner.pins import Candidate
-
-
-def are_unlike(cluster: Cluster, mesh: Mesh) -> bool:
-    """Whether pipeline ranks are priced on different devices."""
-    return any(stage_parts(cluster, mesh))
-
-
-def places_text(cluster: Cluster, mesh: Mesh, word: str) -> str:
-    """`stage 0 on A100-80GB (ranks 0 to 7), stage 1 on H100-SXM (ranks 8 to 15)`; `word`: what a
-    pipeline rank is called."""
-    each, names = mesh.data * mesh.tensor, _names(cluster, mesh)
-    found = []
-    for name, group in groupby(range(mesh.pipeline), key=lambda rank: names[rank]):
-        ranks = list(group)
-        first, last = ranks[0] * each, (ranks[-1] + 1) * each - 1
-        devices = f"ranks {first} to {last}" if last > first else f"rank {first}"
-        of = f"{word}s {ranks[0]} to {ranks[-1]}" if ranks[1:] else f"{word} {ranks[0]}"
-        found.append(f"{of} on {name} ({devices})")
-    return ", ".join(found)
-
-
-def _names(cluster: Cluster, mesh: Mesh) -> list[str]:
-    """Per pipeline rank the device; of one that lies on several, what each is taken as."""
-    found = []
-    for rank, device in enumerate(stage_devices(cluster, mesh)):
-        held = list(dict.fromkeys(d.name for d in held_devices(cluster, mesh, rank)))
-        alike = f", each taken as {device.name} with the least memory of them" if held[1:] else ""
-        found.append(f"{' and '.join(held)}{alike}")
-    return found
 
 
 @dataclass

@@ -27,10 +27,20 @@ whole A100 in the pipelines of Megatron-DeepSpeed, where both make their own gro
 
 def peak_bytes(evaluated: Evaluated, cost: CostModel) -> float:
     """The most that is in use on the fullest stage."""
-    return max(
+    return max(_peaks_bytes(evaluated, cost))
+
+
+def fits(evaluated: Evaluated, cost: CostModel) -> bool:
+    """Whether every stage has room for its peak."""
+    peaks, prediction = _peaks_bytes(evaluated, cost), evaluated.prediction
+    return all(peak <= prediction.capacity_of(rank) for rank, peak in enumerate(peaks))
+
+
+def _peaks_bytes(evaluated: Evaluated, cost: CostModel) -> list[float]:
+    return [
         _state_bytes(stage) + max(_activation_bytes(stage), live)
         for stage, live, _ in _stages(evaluated, cost)
-    )
+    ]
 
 
 def reading_bytes(evaluated: Evaluated, cost: CostModel, kind: str) -> float:

@@ -148,10 +148,9 @@ def _constraints(told: Explanation) -> Iterator[str]:
 
 def _facts(plan: Plan) -> Mapping[str, str]:
     """How far each constraint is used, and what it was relaxed to."""
-    stages, p = plan.prediction.stages, plan.prediction
-    rank = max(range(len(stages)), key=lambda r: stages[r].peak_bytes)
+    p = plan.prediction
     facts = {
-        "memory": f"rank {rank} holds {size(p.peak_bytes)} of {size(p.capacity_bytes)}; with a "
+        "memory": f"rank {p.fullest} holds {size(p.peak_bytes)} of {size(p.capacity_bytes)}; with a "
         "tenth more memory"
     }
     for name, level in zip(level_names(plan.cluster), plan.cluster.levels, strict=True):

@@ -19,11 +19,12 @@ from ir.deepen import layer_run
 from ir.errors import UsageError
 from ir.graph import Graph
 from ir.lower import Degrees, Lowered
+from ir.stage_devices import stage_devices
 from ir.variants import Variant, variants
 from planner.calibrated import PACES, Paces, cost_model
 from planner.candidate import Evaluated, Workload, evaluate_stages
 from planner.cost import CostModel
-from planner.device_memory import peak_bytes, reading_bytes
+from planner.device_memory import fits, reading_bytes
 from planner.fusion import is_fusable
 from planner.pieces import Pieces, pieces, whole
 from planner.pins import Candidate, divisors
@@ -97,12 +98,13 @@ class Predictor:
         stages = _stages(work, wanted, found, label)
         evaluated = evaluate_stages(work, candidate, found, cost, stages)
         cost_s = evaluated.prediction
-        fits = peak_bytes(evaluated, cost) <= cost_s.capacity_bytes
+        has_room = fits(evaluated, cost)
         reading = reading_bytes(evaluated, cost, wanted.memory_kind)
-        if fits:  # what an allocator caches gives way
-            reading = min(reading, wanted.cluster.device.memory_bytes)
+        if has_room:  # what an allocator caches gives way
+            devices = stage_devices(wanted.cluster, wanted.mesh)
+            reading = min(reading, max(device.memory_bytes for device in devices))
         return Predicted(
-            cost_s.step_s, reading / GIB, fits,
+            cost_s.step_s, reading / GIB, has_room,
             cost_s.compute_s, cost_s.exposed_comm_s, cost_s.bubble_s, cost_s.optimizer_s, label,
             traits, evaluated, wanted.cluster.usd_per_hour * cost_s.step_s / 3600,
         )  # fmt: skip

@@ -90,7 +90,7 @@ def does_not_fit(
     """The refusal of a search in which `candidate`, of least memory, does not fit."""
     least = evaluate_least(work, candidate, found, cost)
     stages = least.prediction.stages
-    rank = max(range(len(stages)), key=lambda r: stages[r].peak_bytes)
+    rank = least.prediction.fullest
     named = sorted(_named(work, least, cost, rank), key=lambda part: -part.size_bytes)
     return DoesNotFit(Shortage(
         candidate, rank, least.prediction.capacity_bytes, peak_parts(stages[rank]),

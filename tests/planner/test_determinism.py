@@ -24,8 +24,9 @@ HERE = Path(__file__).parent
 def plans(processes: int = 1) -> str:
     """The plans of some requests, or their refusals, as text; searched in so many processes."""
     found = [_written(draw(seed), processes) for draw in (few_nodes, few_layers) for seed in SEEDS]
-    last = Instance("", chain(), Cluster.local(4), 8, 0.0)
-    return "\n".join([*found, _written(last, processes)])
+    for cluster in (Cluster.local(4), Cluster.parse("1x2xH100-SXM+1x2xA100-40GB")):
+        found.append(_written(Instance("", chain(), cluster, 8, 0.0), processes))
+    return "\n".join(found)
 
 
 def helped_plans(processes: int) -> str:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import inf
 
 import numpy as np
@@ -31,6 +31,8 @@ from planner.stage_refusal import memory_message
 
 TRIES = 8
 """How often what a rank keeps is chosen again, for a moment at which it was too much."""
+TINY = 1e-9
+"""Relative; steps that differ by less are equal."""
 Cuts = tuple[int, ...]  # stage s holds blocks cuts[s]..cuts[s+1]-1
 Value = tuple[int, float, float]  # ranks that don't fit, step, how unequal the ranks are
 Content = tuple[tuple[int, int], ...]  # (run, blocks) of a stage
@@ -44,14 +46,15 @@ class Interleaving:
 
     def __init__(self, problem: StageProblem, ranks: int) -> None:
         self.problem, self.ranks = problem, ranks
-        self._descent = _Descent(problem, ranks)
+        self._descent, self._cuts = _Descent(problem, ranks), _even_cuts(problem)
 
     def plan(self, rooms_bytes: Sequence[float] = (), gap: float = 0.005) -> StagePlan:
-        """The best cuts found, with so much room on each rank; `Refused` where none fits."""
+        """The best cuts found, with so much room on each rank, from those that were best with other
+        room; `Refused` where none fits."""
         problem, search = self.problem, self._descent
         search.rooms = tuple(rooms_bytes) or problem.capacity_bytes[: self.ranks]
-        cuts = search.run(_even_cuts(problem))
-        choices = search.choices(cuts, gap)
+        self._cuts = search.run(self._cuts)
+        choices = search.choices(self._cuts, gap)
         if choices is None:
             shares = [room * self.ranks / problem.stages for room in search.rooms]
             virtual = problem.stages // self.ranks
@@ -78,8 +81,7 @@ def least_blocks(blocks: int, stages: int) -> int:
 
 def _even_cuts(problem: StageProblem) -> Cuts:
     """Each cut where the blocks before it take nearest to their share, with no stage too small."""
-    fastest = [min(p.forward_s + p.backward_s for p in run.points) for run in problem.runs]
-    ends = sums(problem, fastest)[0]
+    ends = sums(problem, problem.fastest_s)[0]
     blocks, stages = len(ends) - 1, problem.stages
     least, cuts = least_blocks(blocks, stages), [0]
     for stage in range(1, stages):
@@ -94,9 +96,10 @@ class _Descent:
     def __init__(self, problem: StageProblem, ranks: int) -> None:
         self.problem, self.ranks = problem, ranks
         self.virtual = problem.stages // ranks
-        self.block_runs = problem.block_runs
+        self.block_runs, self.run_s = problem.block_runs, problem.fastest_s
         self.content = lru_cache(maxsize=None)(self._content)
         self.held = lru_cache(maxsize=None)(self._held)
+        self.fastest_s = lru_cache(maxsize=None)(self._fastest_s)
         self.contents: dict[Content, int] = {}
         self.known: dict[tuple[int, float, tuple[int, ...]], Rank] = {}
         self.rooms = problem.capacity_bytes[:ranks]
@@ -113,8 +116,10 @@ class _Descent:
         while left:
             moved = _moved(cuts, moves[place], least)
             place, left = (place + 1) % len(moves), left - 1
-            value = self.value(moved) if moved else found
-            if moved and _is_less(value, found):
+            if moved is None or (found[0] == 0 and self._least_s(moved) > found[1] * (1 + TINY)):
+                continue
+            value = self.value(moved)
+            if _is_less(value, found):
                 found, cuts, left = value, moved, len(moves)
         return cuts
 
@@ -122,10 +127,25 @@ class _Descent:
         contents = tuple(map(self.content, cuts, cuts[1:]))
         parts = [self._rank(rank, contents[rank :: self.ranks]) for rank in range(self.ranks)]
         times = [time for time, _, _ in parts]
-        slowest, total = max(times), sum(times)
-        step_s = self.problem.micro_batches * slowest + (total - slowest) / self.virtual
-        step_s += max(tail for _, tail, _ in parts)
+        step_s = self._step_s(times, max(tail for _, tail, _ in parts))
         return sum(unfit for _, _, unfit in parts), step_s, sum(time * time for time in times)
+
+    def _least_s(self, cuts: Cuts) -> float:
+        """No more than the step of these cuts: of a rank that was not looked at, every block at its
+        fastest."""
+        contents = tuple(map(self.content, cuts, cuts[1:]))
+        times = []
+        for rank in range(self.ranks):
+            numbers = contents[rank :: self.ranks]
+            known = self.known.get((rank, self.rooms[rank], numbers))
+            fastest_s = sum(self.fastest_s(number) for number in numbers) + self.sends_s[rank]
+            times.append(known[0] if known else fastest_s)
+        return self._step_s(times, 0.0)
+
+    def _step_s(self, times: Sequence[float], tail_s: float) -> float:
+        """Of the ranks' seconds of a micro-batch."""
+        slowest = max(times)
+        return self.problem.micro_batches * slowest + (sum(times) - slowest) / self.virtual + tail_s
 
     def choices(self, cuts: Cuts, gap: float) -> tuple[tuple[Choice, ...], ...] | None:
         """Per stage what runs on it; None where a rank does not fit."""
@@ -148,6 +168,11 @@ class _Descent:
         """The number of the content of a stage of blocks a..b-1, in `contents`."""
         content = tuple(sorted(Counter(self.block_runs[a:b]).items()))
         return self.contents.setdefault(content, len(self.contents))
+
+    def _fastest_s(self, number: int) -> float:
+        """Of the content of that number, every block at its fastest."""
+        content = next(islice(self.contents, number, None))
+        return sum(count * self.run_s[run] for run, count in content)
 
     def _held(self, run: int, held: Held) -> HeldRun:
         return held_run(self.problem.runs[run], lambda point: moment_bytes(held, point))
@@ -243,10 +268,9 @@ def _is_less(one: Value, other: Value) -> bool:
     """Better by more than rounding."""
     if one[0] != other[0]:
         return one[0] < other[0]
-    tiny = 1e-9
-    if abs(one[1] - other[1]) > tiny * other[1]:
+    if abs(one[1] - other[1]) > TINY * other[1]:
         return one[1] < other[1]
-    return one[2] < other[2] * (1 - tiny)
+    return one[2] < other[2] * (1 - TINY)
 
 
 def _moves(cuts: int, ranks: int) -> Iterator[Move]:

@@ -85,6 +85,11 @@ class StageProblem:
         """The run of each block, in model order."""
         return tuple(r for r, run in enumerate(self.runs) for _ in range(run.count))
 
+    @property
+    def fastest_s(self) -> tuple[float, ...]:
+        """Of a block of each run, at its fastest point."""
+        return tuple(min(p.forward_s + p.backward_s for p in run.points) for run in self.runs)
+
     def exposed_send_s(self, stage: int) -> float:
         """Seconds per micro-batch that a stage spends on sends to both its neighbours."""
         return sum(self.send_s[max(stage - 1, 0) : stage + 1])

@@ -208,7 +208,8 @@ def _told(serve: Callable[[Any], Any], number: int, request: Any, until_s: float
 
 
 def _answer(serve: Callable[[Any], Any], pipe: _Pipe, unused: list[_Pipe]) -> None:
-    """A copy: answers until the other process closes the pipe, or is gone."""
+    """A copy: answers until the other process closes the pipe, or is gone, or an answer can't be
+    sent: then the other one answers itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the other one's matter
     for other in unused:
         other.close()
@@ -217,5 +218,5 @@ def _answer(serve: Callable[[Any], Any], pipe: _Pipe, unused: list[_Pipe]) -> No
             asked, until_s = pipe.recv()
             for number, request in asked:
                 pipe.send(_told(serve, number, request, until_s))
-    except (EOFError, OSError):
+    except Exception:
         return

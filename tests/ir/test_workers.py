@@ -23,7 +23,7 @@ def in_one_thread(call: str) -> str:
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True,
         text=True, timeout=60,
     )  # fmt: skip
-    assert made.returncode == 0, made.stderr
+    assert made.returncode == 0 and not made.stderr, made.stderr
     return made.stdout
 
 

@@ -14,17 +14,19 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess, current_process
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 MOST = 4
 """Processes that are used where no number is given."""
 
+T = TypeVar("T")
 Request: TypeAlias = tuple[Hashable, Any]
 _Told: TypeAlias = tuple[int, Any, float]  # number of a request, its answer, seconds that it took
 
@@ -136,6 +138,27 @@ class Workers:
         return told
 
 
+@contextmanager
+def ahead(function: Callable[[], T]) -> Iterator[Callable[[], T]]:
+    """Begins to call a function in a copy of this process; inside, what this yields waits for its
+    answer. Where no copy can be made, or its answer can't be copied, that calls the function."""
+    with Workers(lambda _: function(), 2) as workers:
+        workers.start()
+        if not workers._copies:
+            yield function
+            return
+        asked = [(0, None)]
+        workers._copies[0][1].send((asked, inf))
+
+        def answer() -> T:
+            ((_, found, _),) = workers._received(1, asked, inf)
+            if isinstance(found, _Failed):
+                raise found.error
+            return cast(T, found)
+
+        yield answer
+
+
 class _Pipe:
     """One end of a pipe between copies of a process, which both have the `shared` objects."""
 
@@ -185,7 +208,8 @@ def _told(serve: Callable[[Any], Any], number: int, request: Any, until_s: float
 
 
 def _answer(serve: Callable[[Any], Any], pipe: _Pipe, unused: list[_Pipe]) -> None:
-    """A copy: answers until the other process closes the pipe, or is gone."""
+    """A copy: answers until the other process closes the pipe, or is gone, or an answer can't be
+    sent: then the other one answers itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the other one's matter
     for other in unused:
         other.close()
@@ -194,5 +218,5 @@ def _answer(serve: Callable[[Any], Any], pipe: _Pipe, unused: list[_Pipe]) -> No
             asked, until_s = pipe.recv()
             for number, request in asked:
                 pipe.send(_told(serve, number, request, until_s))
-    except (EOFError, OSError):
+    except Exception:
         return

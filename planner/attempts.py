@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
 from ir.errors import Refused
@@ -23,10 +24,12 @@ from planner.solver import SolverFailed
 
 SLACK = 0.003
 """Less recomputation than this part of a step is not worth a sharding that holds less."""
-MOST_PRICES = 4
-"""Prices of memory under which the blocks of a candidate are sharded."""
-MOST_BETWEEN = 3
-"""Prices between one under which a candidate does not fit and one under which it does."""
+MOST_PRICES = 5
+"""More prices of memory under which the blocks of a candidate that fits are sharded."""
+DEARER = 2.0
+"""Times what a byte is worth on the rank that lacks it most: others may lack it as well."""
+NEAR = 0.01
+"""A candidate that is slower than the best by more is not sharded under more prices."""
 HOPE = 0.03
 """A candidate that is slower than the best by more is not sharded for less memory."""
 ROUNDING = 1e-8
@@ -63,8 +66,8 @@ class Attempts:
         return self.bounds.close_s(candidate, level)
 
     def plan(self, candidate: Candidate, best_s: float) -> Attempt:
-        """First as if a byte cost nothing; if it does not fit so, with as few as it can, and
-        between; then at what the last plan says a byte is worth."""
+        """First as if a byte cost nothing; if it does not fit so, with as few as it can; then under
+        prices between, and at what a byte turns out to be worth."""
         return _Attempt(self, candidate, best_s).run()
 
     def shortage(self, candidate: Candidate, state_bytes: float, devices: int) -> Refused:
@@ -84,62 +87,91 @@ class Attempts:
         )
 
 
+@dataclass(frozen=True)
+class _Tried:
+    """The shardings under a price of memory and the seconds of their step, infinity if it does not
+    fit; `marginal_s`: what a byte is worth then."""
+
+    price_s: float
+    pieces: Pieces
+    step_s: float
+    marginal_s: float = 0.0
+
+
 class _Attempt:
     """One planning of a candidate; `best_s`: of the best plan so far."""
 
     def __init__(self, attempts: Attempts, candidate: Candidate, best_s: float) -> None:
-        self.work, self.supply = attempts.work, attempts.supply
-        self.cost = cost_model(self.supply.cluster_of(candidate), candidate.mesh)
+        self.work, self.supply = attempts.work, attempts.supply.of(candidate)
+        self.cost = cost_model(attempts.supply.cluster_of(candidate), candidate.mesh)
         self.candidate, self.best_s = candidate, best_s
         self.found: Evaluated | None = None
-        self.least_s = inf
+        self.tried: list[_Tried] = []
+        self.is_roomy = False
 
     def run(self) -> Attempt:
-        price_s, tried, fits, is_roomy, dearer = 0.0, list[Pieces](), False, False, [1.0, STEEP]
-        for _ in range(MOST_PRICES if self.candidate.mesh.tensor > 1 else 1):
-            pieces = self.supply.pieces(self.candidate, price_s)
-            is_known = any(pieces is other for other in tried)
-            if is_known and (fits or not dearer):
-                break
-            tried.append(pieces)
-            found = None if is_known else self._evaluated(pieces)
-            if isinstance(found, TooSlow):
-                if not fits and price_s:
-                    self._between(price_s)
-                fits = True
-                break
-            if found is None:
-                if fits or not dearer:
-                    break
-                price_s = dearer.pop() * whole_price_s(pieces)
-                continue
-            if not fits and price_s:
-                self._between(price_s)
-            fits = True
-            self._offer(found)
-            if recomputed_share(found) < SLACK:
-                is_roomy = True
-                break
-            price_s = marginal_price_s(found)
-        return Attempt(fits, self.found, self.least_s, is_roomy)
+        fits = self._first_fits()
+        if fits and self.candidate.mesh.tensor > 1:
+            self._refine()
+        least_s = min(item.step_s for item in self.tried)
+        return Attempt(fits, self.found, least_s, self.is_roomy)
 
-    def _between(self, high_s: float) -> None:
-        """Evaluates a candidate that fits at a price of memory, and not without one, at prices
-        between: each is where the nearest tried shardings, one of either kind, cost the same."""
-        supply, low_s = self.supply.of(self.candidate), 0.0
-        for _ in range(MOST_BETWEEN):
-            known = [supply.pieces(self.candidate, price_s) for price_s in (low_s, high_s)]
-            price_s = supply.level_price_s(self.candidate, low_s, high_s)
-            pieces = supply.pieces(self.candidate, price_s)
-            if any(pieces is other for other in known):
-                break
-            found = self._evaluated(pieces)
-            if found is None:
-                low_s = price_s
-                continue
-            high_s = price_s
-            if isinstance(found, Evaluated):
-                self._offer(found)
+    def _first_fits(self) -> bool:
+        """Whether the candidate fits with a byte at no price, only bytes at one, or between."""
+        item = self._try(0.0)
+        dearer = (STEEP, 1.0) if self.candidate.mesh.tensor > 1 else ()
+        for times in dearer:
+            if item.step_s < inf:
+                return True
+            item = self._try(times * whole_price_s(item.pieces))
+        return item.step_s < inf
+
+    def _refine(self) -> None:
+        """Tries prices next to the one of the fastest plan, as long as it is near the best one."""
+        for _ in range(MOST_PRICES):
+            near_s = min(item.step_s for item in self.tried) <= self.best_s * (1 + NEAR)
+            price_s = self._next_price_s() if near_s and not self.is_roomy else None
+            if price_s is None:
+                return
+            self._try(price_s)
+
+    def _next_price_s(self) -> float | None:
+        """What a byte is worth in the fastest plan, or more, if none was tried that is dearer; or
+        where the shardings of that plan and of a neighbour cost the same: what is cheapest there
+        lies between them. None where nothing is new."""
+        tried = sorted(self.tried, key=lambda item: item.price_s)
+        best = min(tried, key=lambda item: item.step_s)
+        if best is tried[-1]:
+            for price_s in (best.marginal_s, DEARER * best.marginal_s):
+                if price_s > best.price_s and self._is_new(price_s):
+                    return price_s
+        pairs = [pair for pair in pairwise(tried) if best in pair]
+        for low, high in sorted(pairs, key=lambda pair: sum(item.step_s for item in pair)):
+            price_s = self.supply.level_price_s(self.candidate, low.price_s, high.price_s)
+            if self._is_new(price_s):
+                return price_s
+        return None
+
+    def _is_new(self, price_s: float) -> bool:
+        """Whether the shardings under a price were not tried."""
+        pieces = self.supply.pieces(self.candidate, price_s)
+        return not any(pieces is item.pieces for item in self.tried)
+
+    def _try(self, price_s: float) -> _Tried:
+        """Evaluates the shardings under a price, if they are new."""
+        pieces = self.supply.pieces(self.candidate, price_s)
+        known = next((item for item in self.tried if item.pieces is pieces), None)
+        if known:
+            return known
+        found = self._evaluated(pieces)
+        if isinstance(found, Evaluated):
+            self._offer(found)
+            self.is_roomy |= recomputed_share(found) < SLACK
+            item = _Tried(price_s, pieces, found.prediction.step_s, marginal_price_s(found))
+        else:
+            item = _Tried(price_s, pieces, found.step_s if found else inf)
+        self.tried.append(item)
+        return item
 
     def _offer(self, new: Evaluated) -> None:
         known_s = self.found.prediction.step_s if self.found else self.best_s * (1 + ROUNDING)
@@ -150,11 +182,8 @@ class _Attempt:
         """None if it does not fit; `TooSlow` if it takes longer than the best by `HOPE`."""
         limit_s = self.best_s * (1 + HOPE)
         try:
-            found = evaluate(self.work, self.candidate, pieces, self.cost, limit_s)
+            return evaluate(self.work, self.candidate, pieces, self.cost, limit_s)
         except SolverFailed:
             raise
         except Refused:
             return None
-        timed = found if isinstance(found, TooSlow) else found.prediction
-        self.least_s = min(self.least_s, timed.step_s)
-        return found

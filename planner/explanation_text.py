@@ -150,8 +150,8 @@ def _facts(plan: Plan) -> Mapping[str, str]:
     """How far each constraint is used, and what it was relaxed to."""
     p = plan.prediction
     facts = {
-        "memory": f"rank {p.fullest} holds {size(p.peak_bytes)} of {size(p.capacity_bytes)}; with a "
-        "tenth more memory"
+        "memory": f"rank {p.fullest} holds {size(p.peak_bytes)} of {size(p.capacity_bytes)}; with "
+        "a tenth more memory"
     }
     for name, level in zip(level_names(plan.cluster), plan.cluster.levels, strict=True):
         rate = level.device_bytes_per_s / 1e9

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import inf
 
 import numpy as np
@@ -26,11 +26,21 @@ from ir.errors import Refused
 from ir.schedules import Held
 from planner.stage_cuts import sums
 from planner.stage_points import TOUCH, HeldRun, StagePoints, held_run, stage_points
-from planner.stage_problem import Choice, Point, StagePlan, StageProblem, moment_bytes, price
+from planner.stage_problem import (
+    Choice,
+    Point,
+    StagePlan,
+    StageProblem,
+    fastest_s,
+    moment_bytes,
+    price,
+)
 from planner.stage_refusal import memory_message
 
 TRIES = 8
 """How often what a rank keeps is chosen again, for a moment at which it was too much."""
+TINY = 1e-9
+"""Relative; steps that differ by less are equal."""
 Cuts = tuple[int, ...]  # stage s holds blocks cuts[s]..cuts[s+1]-1
 Value = tuple[int, float, float]  # ranks that don't fit, step, how unequal the ranks are
 Content = tuple[tuple[int, int], ...]  # (run, blocks) of a stage
@@ -44,14 +54,15 @@ class Interleaving:
 
     def __init__(self, problem: StageProblem, ranks: int) -> None:
         self.problem, self.ranks = problem, ranks
-        self._descent = _Descent(problem, ranks)
+        self._descent, self._cuts = _Descent(problem, ranks), _even_cuts(problem)
 
     def plan(self, rooms_bytes: Sequence[float] = (), gap: float = 0.005) -> StagePlan:
-        """The best cuts found, with so much room on each rank; `Refused` where none fits."""
+        """The best cuts found, with so much room on each rank, from those that were best with other
+        room; `Refused` where none fits."""
         problem, search = self.problem, self._descent
         search.rooms = tuple(rooms_bytes) or problem.capacity_bytes[: self.ranks]
-        cuts = search.run(_even_cuts(problem))
-        choices = search.choices(cuts, gap)
+        self._cuts = search.run(self._cuts)
+        choices = search.choices(self._cuts, gap)
         if choices is None:
             shares = [room * self.ranks / problem.stages for room in search.rooms]
             virtual = problem.stages // self.ranks
@@ -80,25 +91,25 @@ def least_blocks(problem: StageProblem, stages: int) -> int:
 
 def _even_cuts(problem: StageProblem) -> Cuts:
     """Each cut where the blocks before it take nearest to their share, with no stage too small."""
-    fastest = [min(p.forward_s + p.backward_s for p in run.points) for run in problem.runs]
-    ends = sums(problem, fastest)[0]
-    blocks, stages, shares = len(ends) - 1, problem.stages, _shares(problem)
+    ends = sums(problem, problem.fastest_s)[0]
+    blocks, stages, targets = len(ends) - 1, problem.stages, _targets(problem, ends[-1])
     least, cuts = least_blocks(problem, stages), [0]
     for stage in range(1, stages):
-        nearest = int(np.abs(ends - ends[-1] * shares[stage]).argmin())
+        nearest = int(np.abs(ends - targets[stage]).argmin())
         cuts.append(min(max(nearest, cuts[-1] + least), blocks - least * (stages - stage)))
     return (*cuts, blocks)
 
 
-def _shares(problem: StageProblem) -> list[float]:
-    """Which part of all blocks should lie before each stage, by the pace of their devices."""
+def _targets(problem: StageProblem, total_s: float) -> list[float]:
+    """How many seconds of blocks should lie before each stage, by the pace of their devices."""
     if not problem.unlike:
-        return [stage / problem.stages for stage in range(problem.stages)]
+        return [total_s * stage / problem.stages for stage in range(problem.stages)]
+    counts = [run.count for run in problem.runs]
     paces = [
-        1 / sum(r.count * min(p.forward_s + p.backward_s for p in r.points) for r in runs)
+        1 / sum(n * seconds for n, seconds in zip(counts, fastest_s(runs), strict=True))
         for runs in problem.unlike
     ]
-    return [sum(paces[:stage]) / sum(paces) for stage in range(problem.stages)]
+    return [total_s * sum(paces[:stage]) / sum(paces) for stage in range(problem.stages)]
 
 
 class _Descent:
@@ -110,11 +121,13 @@ class _Descent:
         self.block_runs = problem.block_runs
         self.content = lru_cache(maxsize=None)(self._content)
         self.held = lru_cache(maxsize=None)(self._held)
+        self.fastest_s = lru_cache(maxsize=None)(self._fastest_s)
         self.contents: dict[Content, int] = {}
         self.known: dict[tuple[int, float, tuple[int, ...]], Rank] = {}
         self.rooms = problem.capacity_bytes[:ranks]
         every = [problem.runs_at(rank) for rank in range(ranks)]
         self.alike = [every.index(runs) for runs in every]  # the first rank with the same devices
+        self.run_s = [fastest_s(runs) for runs in every]
         self.sends_s = [
             sum(problem.exposed_send_s(s) for s in range(rank, problem.stages, ranks))
             for rank in range(ranks)
@@ -128,8 +141,10 @@ class _Descent:
         while left:
             moved = _moved(cuts, moves[place], least)
             place, left = (place + 1) % len(moves), left - 1
-            value = self.value(moved) if moved else found
-            if moved and _is_less(value, found):
+            if moved is None or (found[0] == 0 and self._least_s(moved) > found[1] * (1 + TINY)):
+                continue
+            value = self.value(moved)
+            if _is_less(value, found):
                 found, cuts, left = value, moved, len(moves)
         return cuts
 
@@ -137,10 +152,26 @@ class _Descent:
         contents = tuple(map(self.content, cuts, cuts[1:]))
         parts = [self._rank(rank, contents[rank :: self.ranks]) for rank in range(self.ranks)]
         times = [time for time, _, _ in parts]
-        slowest, total = max(times), sum(times)
-        step_s = self.problem.micro_batches * slowest + (total - slowest) / self.virtual
-        step_s += max(tail for _, tail, _ in parts)
+        step_s = self._step_s(times, max(tail for _, tail, _ in parts))
         return sum(unfit for _, _, unfit in parts), step_s, sum(time * time for time in times)
+
+    def _least_s(self, cuts: Cuts) -> float:
+        """No more than the step of these cuts: of a rank that was not looked at, every block at its
+        fastest."""
+        contents = tuple(map(self.content, cuts, cuts[1:]))
+        times = []
+        for rank in range(self.ranks):
+            numbers = contents[rank :: self.ranks]
+            known = self.known.get((rank, self.rooms[rank], numbers))
+            alike = self.alike[rank]
+            least_s = sum(self.fastest_s(alike, n) for n in numbers) + self.sends_s[rank]
+            times.append(known[0] if known else least_s)
+        return self._step_s(times, 0.0)
+
+    def _step_s(self, times: Sequence[float], tail_s: float) -> float:
+        """Of the ranks' seconds of a micro-batch."""
+        slowest = max(times)
+        return self.problem.micro_batches * slowest + (sum(times) - slowest) / self.virtual + tail_s
 
     def choices(self, cuts: Cuts, gap: float) -> tuple[tuple[Choice, ...], ...] | None:
         """Per stage what runs on it; None where a rank does not fit."""
@@ -164,8 +195,13 @@ class _Descent:
         content = tuple(sorted(Counter(self.block_runs[a:b]).items()))
         return self.contents.setdefault(content, len(self.contents))
 
+    def _fastest_s(self, rank: int, number: int) -> float:
+        """Of the content of that number, every block at its fastest; on the devices of a rank."""
+        content = next(islice(self.contents, number, None))
+        return sum(count * self.run_s[rank][run] for run, count in content)
+
     def _held(self, rank: int, run: int, held: Held) -> HeldRun:
-        """`rank`: one with the same devices."""
+        """On the devices of a rank."""
         runs = self.problem.runs_at(rank)
         return held_run(runs[run], lambda point: moment_bytes(held, point))
 
@@ -263,10 +299,9 @@ def _is_less(one: Value, other: Value) -> bool:
     """Better by more than rounding."""
     if one[0] != other[0]:
         return one[0] < other[0]
-    tiny = 1e-9
-    if abs(one[1] - other[1]) > tiny * other[1]:
+    if abs(one[1] - other[1]) > TINY * other[1]:
         return one[1] < other[1]
-    return one[2] < other[2] * (1 - tiny)
+    return one[2] < other[2] * (1 - TINY)
 
 
 def _moves(cuts: int, ranks: int) -> Iterator[Move]:

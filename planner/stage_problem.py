@@ -43,6 +43,11 @@ class Run:
     optimizer_s: float = 0.0
 
 
+def fastest_s(runs: Sequence[Run]) -> tuple[float, ...]:
+    """Of a block of each run, at its fastest point."""
+    return tuple(min(p.forward_s + p.backward_s for p in run.points) for run in runs)
+
+
 @dataclass(frozen=True, slots=True)
 class StageProblem:
     """Runs in model order, to be cut into `stages` stages.
@@ -93,6 +98,11 @@ class StageProblem:
     def runs_at(self, stage: int) -> tuple[Run, ...]:
         """The runs on the device of a stage."""
         return self.unlike[stage] if self.unlike else self.runs
+
+    @property
+    def fastest_s(self) -> tuple[float, ...]:
+        """Of a block of each run, at its fastest point."""
+        return fastest_s(self.runs)
 
     def exposed_send_s(self, stage: int) -> float:
         """Seconds per micro-batch that a stage spends on sends to both its neighbours."""

@@ -102,7 +102,7 @@ def _add_run(program: _Program, r: int, gates: list[Variable] | None) -> list[Va
 def _minimise_step(program: _Program) -> float:
     """Rows (4), (5) and the objective, in units of the returned seconds (about one stage)."""
     problem, model = program.problem, program.model
-    fastest_s = (r.count * min(p.forward_s + p.backward_s for p in r.points) for r in problem.runs)
+    fastest_s = (r.count * s for r, s in zip(problem.runs, problem.fastest_s, strict=True))
     unit_s = (sum(fastest_s) / problem.stages) or 1.0
     phases: list[Callable[[int, Point], float]] = [lambda _r, p: p.forward_s + p.backward_s]
     if problem.schedule == "gpipe":

@@ -38,6 +38,21 @@ def capture_record(record: Record) -> Capture:
     return capture(_Alone(record), examples, dims)
 
 
+def last_texts(records: list[Record]) -> dict[Any, str]:
+    """Of the last member of each variant that has several, its function's text."""
+    last = {record.variant: record for record in records}
+    first = {record.variant: record for record in reversed(records)}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # in a copy of a process, more would wait for ever
+    try:
+        return {
+            variant: function_text(capture_record(record))
+            for variant, record in last.items() if record is not first[variant]
+        }  # fmt: skip
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _batch_dims(small: tuple[int, ...], large: tuple[int, ...], rows: int) -> dict[int, Any]:
     """Dims that grew with the batch, as multiples of it."""
     return {
@@ -51,12 +66,9 @@ def body_nodes(body: Capture) -> list[fx.Node]:
     return live_nodes(body.graph, [*body.outputs, *body.updates.values()])
 
 
-def same_function(first: Capture, second: Capture) -> bool:
-    """Whether two captures compute the same thing on their state and inputs."""
-    return _text(first) == _text(second)
-
-
-def _text(body: Capture) -> str:
+def function_text(body: Capture) -> str:
+    """Text that two captures share exactly if they compute the same thing on their state and
+    inputs."""
     holders = tuple(n for n in body.graph.nodes if n.op in ("placeholder", "get_attr"))
     held = [
         body.state.get(n.name) or str(body.inputs.get(n.name, body.constants.get(n.name)))

@@ -8,8 +8,9 @@ gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import sympy
@@ -21,16 +22,16 @@ from ir.errors import CaptureError, ShardwrightError
 from ir.graph import BATCH, Block, Call, Graph, Input, State
 from ir.names import Namer
 from ir.trace.adapters import FakeTensorMode, FxNode, one_convolution_kernel
-from ir.trace.block import body_nodes, capture_record, same_function
+from ir.trace.block import body_nodes, capture_record, function_text, last_texts
 from ir.trace.capture import Capture, capture, explain
 from ir.trace.convert import tensor_type
 from ir.trace.fixed_batch import with_reason
 from ir.trace.fold import Record, Recorder, families, named_state
 from ir.trace.joint import Segment, differentiable_outputs, differentiate
 from ir.trace.masks import recognise_masks
-from ir.trace.segment import HEAVY, canonical, live_nodes, segment, split
-from ir.trace.source import source_of
+from ir.trace.segment import canonical, common_path, live_nodes, segment, split
 from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of
+from ir.workers import ahead
 
 
 @paused_collector()
@@ -110,8 +111,10 @@ class _Builder:
 
     def graph(self) -> Graph:
         groups = families(self.step.model)
-        recorder, top = self._capture_all(groups)
-        self._capture_blocks(recorder)
+        recorder = self._recorded(groups)
+        with ahead(partial(last_texts, recorder.records)) as texts:
+            top = self._capture_all(recorder)
+            self._capture_blocks(recorder, texts())
         outputs = self._lay_out(top, recorder)
         blocks, calls, needs = self._differentiate(outputs[0])
         guards = [*top.guards, *(g for c in self.captures.values() for g in c.guards)]
@@ -133,11 +136,15 @@ class _Builder:
 
     # capture
 
-    def _capture_all(self, groups: list[tuple[str, ...]]) -> tuple[Recorder, Capture]:
+    def _recorded(self, groups: list[tuple[str, ...]]) -> Recorder:
         recorder = Recorder(self.step.model, groups, self.batch * self.factor)
         if groups:
             self._dry_run(recorder, "record", self.factor)
             self._dry_run(recorder, "resize", 2 * self.factor)
+        return recorder
+
+    def _capture_all(self, recorder: Recorder) -> Capture:
+        """Everything but what is in members of families."""
         examples = [leaf.example(self.factor) for leaf in self.leaves]
         dims = [{0: BATCH} if leaf.rows is not None else {} for leaf in self.leaves]
         with recorder.installed("opaque"):
@@ -150,7 +157,7 @@ class _Builder:
                 self.input_types[index] = kind
                 if not any(isinstance(s, sympy.Basic) for s in kind.shape):
                     self._static(self.leaves[index], index)
-        return recorder, top
+        return top
 
     def _static(self, leaf: Leaf, index: int) -> None:
         if leaf.rows is not None and index == 0:
@@ -175,15 +182,15 @@ class _Builder:
         except Exception as error:
             raise explain(error, self.step) from error
 
-    def _capture_blocks(self, recorder: Recorder) -> None:
-        """Captures one member of each variant; the last member must come out the same."""
+    def _capture_blocks(self, recorder: Recorder, last: Mapping[Any, str]) -> None:
+        """Captures the first member of each variant; the last one must come out the same."""
         self.captures: dict[Any, Capture] = {}
         for record in recorder.records:
             if record.variant in self.captures:
                 continue
             members = [r for r in recorder.records if r.variant == record.variant]
             self.captures[record.variant] = first = capture_record(record)
-            if len(members) > 1 and not same_function(first, capture_record(members[-1])):
+            if len(members) > 1 and function_text(first) != last[record.variant]:
                 raise CaptureError(
                     f"{record.path} and {members[-1].path} look alike but compute different "
                     "things (a captured constant or a hidden attribute differs). Make the "
@@ -255,7 +262,7 @@ class _Builder:
             and (n in piece.outputs or n in top.outputs or n in top.updates.values())
         )  # fmt: skip
         piece = Segment(piece.nodes, piece.inputs, outputs)
-        path = _common_path(nodes)
+        path = common_path(nodes)
         for node in outputs:
             values[node] = self.namer(node.name)
         names = [self._local_name(values[n], path) for n in piece.inputs]
@@ -383,15 +390,3 @@ class _Builder:
         trainable = state.trainable and state.name in wanted
         update = self.updates.get(state.name)
         return State(state.name, state.names, state.kind, state.type, trainable, update, state.data)
-
-
-def _common_path(nodes: list[fx.Node]) -> str:
-    """The module path that the heavy operations of a piece share."""
-    chosen = [n for n in nodes if n.target in HEAVY] or nodes
-    paths = [source_of(n).module.split(".") for n in chosen]
-    shared = []
-    for words in zip(*paths, strict=False):
-        if len(set(words)) > 1:
-            break
-        shared.append(words[0])
-    return ".".join(shared)

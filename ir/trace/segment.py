@@ -20,6 +20,7 @@ from ir.trace.fold import OPAQUE
 from ir.trace.joint import Segment
 from ir.trace.library import ops
 from ir.trace.normal import aten
+from ir.trace.source import source_of
 
 HEAVY = {
     ops.einsum.default, ops.attention.default, aten.embedding.default, aten.convolution.default,
@@ -177,3 +178,15 @@ def canonical(piece: Segment, sizes: dict[Any, Any], held: list[str]) -> str:
             lines.append(f"{number[node]}={node.target}({','.join(words)})")
     lines.append("->" + ",".join(number[node] for node in piece.outputs))
     return "\n".join(lines)
+
+
+def common_path(nodes: list[fx.Node]) -> str:
+    """The module path that the heavy operations of a piece share."""
+    chosen = [n for n in nodes if n.target in HEAVY] or nodes
+    paths = [source_of(n).module.split(".") for n in chosen]
+    shared = []
+    for words in zip(*paths, strict=False):
+        if len(set(words)) > 1:
+            break
+        shared.append(words[0])
+    return ".".join(shared)

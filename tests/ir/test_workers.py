@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ir.errors import Refused
-from ir.workers import Workers
+from ir.workers import Workers, ahead
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def in_one_thread(call: str) -> str:
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True,
         text=True, timeout=60,
     )  # fmt: skip
-    assert made.returncode == 0, made.stderr
+    assert made.returncode == 0 and not made.stderr, made.stderr
     return made.stdout
 
 
@@ -106,6 +106,27 @@ def print_shared() -> None:
 
 def test_shared_objects_stay_the_same() -> None:
     assert in_one_thread("print_shared()") == "(True, True) (True, True)\n2\n"
+
+
+def refuse() -> None:
+    raise Refused("the reason")
+
+
+def print_ahead() -> None:
+    here = os.getpid()
+    with ahead(os.getpid) as other, ahead(refuse) as refused, ahead(lambda: refuse) as local:
+        print(other() != here, local() is refuse)
+        try:
+            refused()
+        except Refused as error:
+            print(error)
+    with ahead(lambda: [lambda: here]) as not_copied, ahead(lambda: time.sleep(60)):
+        print(not_copied()[0]() == here)
+
+
+def test_a_function_is_called_ahead() -> None:
+    """Also one that fails, whose answer can't be copied, or that nobody waits for."""
+    assert in_one_thread("print_ahead()").split("\n") == ["True True", "the reason", "True", ""]
 
 
 def print_late() -> None:

@@ -60,7 +60,7 @@ class Workers:
         self.processes = processes or min(MOST, usable_cores())
         self._copies: list[tuple[BaseProcess, _Pipe]] = []
         self._owners: dict[Hashable, int] = {}
-        self._busy_s, self._answered = {0: 0.0}, 0
+        self._busy_s: dict[int, float] = {0: 0.0}
 
     def __enter__(self) -> Workers:
         return self
@@ -103,7 +103,6 @@ class Workers:
         self._busy_s[0] += sum(seconds for *_, seconds in told)
         for number in range(1, len(self._copies) + 1):
             told += self._received(number, [(n, requests[n][1]) for n in shares[number]], until_s)
-        self._answered += len(told)
         found = {n: answer for n, answer, _ in told}
         for n in range(len(requests)):
             if isinstance(found[n], _Failed):
@@ -111,14 +110,13 @@ class Workers:
         return [found[n] for n in range(len(requests))]
 
     def _shares(self, requests: Sequence[Request]) -> list[list[int]]:
-        """By process the requests that it answers: a new key goes to the process that will have
-        been busy least long, if each of these takes as long as the others did."""
+        """By process the requests that it answers: a new key goes to the process with the fewest of
+        these, and of equal ones to that which has been busy least long."""
         shares: list[list[int]] = [[] for _ in self._busy_s]
-        each_s = (sum(self._busy_s.values()) or 1.0) / max(1, self._answered)
         for n, (key, _) in enumerate(requests):
             if key not in self._owners:
                 self._owners[key] = min(
-                    self._busy_s, key=lambda p: (self._busy_s[p] + len(shares[p]) * each_s, p)
+                    self._busy_s, key=lambda p: (len(shares[p]), self._busy_s[p], p)
                 )
             shares[self._owners[key]].append(n)
         return shares

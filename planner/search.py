@@ -46,7 +46,7 @@ from planner.supply import Supply
 
 MOST_EVALUATIONS = 24
 """Candidates that are planned before the search settles for the best one found."""
-AT_ONCE, PLANNED_AT_ONCE = 8, 2
+AT_ONCE, PLANNED_AT_ONCE = 32, 4
 """Candidates that are bounded, or planned, before their answers count."""
 MANY, SHORT_S = 64, 0.5
 """Requests, or seconds of a search, from which on other processes help."""

@@ -90,12 +90,13 @@ class Attempts:
 @dataclass(frozen=True)
 class _Tried:
     """The shardings under a price of memory and the seconds of their step, infinity if it does not
-    fit; `marginal_s`: what a byte is worth then."""
+    fit; `marginal_s`: what a byte is worth then; `is_roomy`: next to nothing is recomputed."""
 
     price_s: float
     pieces: Pieces
     step_s: float
     marginal_s: float = 0.0
+    is_roomy: bool = False
 
 
 class _Attempt:
@@ -107,14 +108,14 @@ class _Attempt:
         self.candidate, self.best_s = candidate, best_s
         self.found: Evaluated | None = None
         self.tried: list[_Tried] = []
-        self.is_roomy = False
 
     def run(self) -> Attempt:
         fits = self._first_fits()
         if fits and self.candidate.mesh.tensor > 1:
             self._refine()
         least_s = min(item.step_s for item in self.tried)
-        return Attempt(fits, self.found, least_s, self.is_roomy)
+        is_roomy = any(item.is_roomy for item in self.tried)
+        return Attempt(fits, self.found, least_s, is_roomy)
 
     def _first_fits(self) -> bool:
         """Whether the candidate fits with a byte at no price, only bytes at one, or between."""
@@ -130,7 +131,7 @@ class _Attempt:
         """Tries prices next to the one of the fastest plan, as long as it is near the best one."""
         for _ in range(MOST_PRICES):
             near_s = min(item.step_s for item in self.tried) <= self.best_s * (1 + NEAR)
-            price_s = self._next_price_s() if near_s and not self.is_roomy else None
+            price_s = self._next_price_s() if near_s else None
             if price_s is None:
                 return
             self._try(price_s)
@@ -138,14 +139,17 @@ class _Attempt:
     def _next_price_s(self) -> float | None:
         """What a byte is worth in the fastest plan, or more, if none was tried that is dearer; or
         where the shardings of that plan and of a neighbour cost the same: what is cheapest there
-        lies between them. None where nothing is new."""
+        lies between them. No dearer one for a plan that has room. None where nothing is new."""
         tried = sorted(self.tried, key=lambda item: item.price_s)
         best = min(tried, key=lambda item: item.step_s)
-        if best is tried[-1]:
+        if best is tried[-1] and not best.is_roomy:
             for price_s in (best.marginal_s, DEARER * best.marginal_s):
                 if price_s > best.price_s and self._is_new(price_s):
                     return price_s
-        pairs = [pair for pair in pairwise(tried) if best in pair]
+        pairs = [
+            pair for pair in pairwise(tried)
+            if best is pair[1] or (best is pair[0] and not best.is_roomy)
+        ]  # fmt: skip
         for low, high in sorted(pairs, key=lambda pair: sum(item.step_s for item in pair)):
             price_s = self.supply.level_price_s(self.candidate, low.price_s, high.price_s)
             if self._is_new(price_s):
@@ -166,8 +170,9 @@ class _Attempt:
         found = self._evaluated(pieces)
         if isinstance(found, Evaluated):
             self._offer(found)
-            self.is_roomy |= recomputed_share(found) < SLACK
-            item = _Tried(price_s, pieces, found.prediction.step_s, marginal_price_s(found))
+            is_roomy = recomputed_share(found) < SLACK
+            worth_s = marginal_price_s(found)
+            item = _Tried(price_s, pieces, found.prediction.step_s, worth_s, is_roomy)
         else:
             item = _Tried(price_s, pieces, found.step_s if found else inf)
         self.tried.append(item)

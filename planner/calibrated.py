@@ -58,7 +58,7 @@ class Paces:
     first; `low`: 8 and 4 bits. Fitted on benchmarks/data by benchmarks/fitted.py.
     """
 
-    usual: float = 0.70
+    usual: float = 0.71
     hopper: float = 0.67
     low: float = 0.77
 
@@ -106,6 +106,7 @@ class Calibrated:
                     queries=shape.queries, keys=shape.keys, head_dim=shape.head_dim,
                     dtype=work.dtype, causal=shape.causal, backward=work.backward,
                     kernel=self._attention, dropout=self.traits.dropout,
+                    pace=self._pace(work.dtype),
                 )  # fmt: skip
             case "matmul" | "conv" | "attention":
                 rate = device.peak_flops_per_s(work.dtype) * device.matmul_fraction
@@ -130,9 +131,12 @@ class Calibrated:
 
     def _product_s(self, work: Work) -> float:
         """By `kernels`, at the pace that a long step sustains."""
-        device = self.cluster.device
-        pace = self.paces.of(device.arch, self._precision_of(work)) * device.power_pace
+        pace = self._pace(self._precision_of(work))
         return self._benchmark_s(work) / pace + self._quantise_s(work)
+
+    def _pace(self, precision: str) -> float:
+        device = self.cluster.device
+        return self.paces.of(device.arch, precision) * device.power_pace
 
     def _precision_of(self, work: Work) -> str:
         """What a product computes in: the traits' precision where its 16-element alignment allows,

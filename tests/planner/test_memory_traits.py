@@ -201,6 +201,10 @@ def test_special_entries_come_before_general_ones():
     assert stack_of({"framework": "internevo", "zero_stage": "1"}) == STACKS["internevo"]
     deepspeed = {"framework": "megatron-deepspeed", "precision": "fp16"}
     assert stack_of(deepspeed) == STACKS["megatron-deepspeed fp16"]
+    february = deepspeed | {"release": "2022-02 NHEADs comparison"}
+    assert stack_of(february) == STACKS["megatron-deepspeed fp16 of 2022-02"]
+    first = stack_of(deepspeed | {"release": "2022-02 fp16"})
+    assert first is not None and not first.blocking
     assert stack_of({"framework": "unheard of"}) is None
 
 

@@ -129,10 +129,12 @@ def attention_s(
     backward: bool = False,
     kernel: str = "flash2",
     dropout: bool = False,
+    pace: float = 1.0,
 ) -> float:
     """softmax(q k / sqrt(head_dim)) v over `heads` heads that share `kv_heads` keys and values.
 
-    `backward`: of the gradients alone. Causal: queries are the last ones of the keys.
+    `backward`: of the gradients alone. Causal: queries are the last ones of the keys. `pace`: of
+    the products of unfused kernels over their benchmarks; fused kernels were measured as a whole.
     `ValueError` for a kernel that is not one of `KERNELS`.
     """
     if kernel not in KERNELS:
@@ -141,7 +143,7 @@ def attention_s(
     if device.sm_count == 0:
         return _rates_only_s(device, shape)
     if kernel in UNFUSED:
-        return _unfused_s(device, shape, kernel, dropout)
+        return _unfused_s(device, shape, kernel, dropout, pace)
     return _flash_s(device, shape, _flash(device, kernel))
 
 
@@ -193,7 +195,9 @@ def _rates_only_s(device: Device, shape: _Shape) -> float:
     return max(compute_s, memory_s(device, shape.moved_bytes, 0)) + device.kernel_fixed_s
 
 
-def _unfused_s(device: Device, shape: _Shape, kernel: str, dropout: bool) -> float:
+def _unfused_s(
+    device: Device, shape: _Shape, kernel: str, dropout: bool, pace: float
+) -> float:
     """Two (backward four) batched products and passes over all scores, masked or not."""
     batch, q, k, d = shape.batch * shape.heads, shape.queries, shape.keys, shape.head_dim
     scores_s = matmul_s(device, q, k, d, shape.dtype, batch)
@@ -204,4 +208,4 @@ def _unfused_s(device: Device, shape: _Shape, kernel: str, dropout: bool) -> flo
     passes = _SCORE_PASSES[kernel][int(shape.backward)] + (_DROPOUT_PASSES if dropout else 0.0)
     score_bytes = passes * batch * q * k * max(2.0, element_bytes(shape.dtype))
     kernels = (1 if kernel == "fused_softmax" else 3) + int(dropout)
-    return products_s + memory_s(device, score_bytes, kernels)
+    return products_s / pace + memory_s(device, score_bytes, kernels)

@@ -37,6 +37,11 @@ megatron/optimizer/optimizer.py), and the new parameters copied back."""
 ACCUMULATED_PASSES, FUSED_PASSES, CAST_PASSES = 3.0, 2.0, 4.5
 """Read the sum and the new gradient, write the sum; products that add to the sum write it alone.
 A gradient that stays in 16 bits is cast first: half a pass to read it, one to write the copy."""
+WAITED_OP_S = 74e-6
+"""What the host does between two counted kernels where it waits for each: Python, autograd, random
+states, kernels that are not counted (biases, copies), launch, waking. From two steps that differ in
+CUDA_LAUNCH_BLOCKING alone (bigscience, train/tr11-176B-ml/chronicles-prequel.md: 80 A100, 91.04 and
+97.20 TFLOP/s): 14.5 s over 197,000 kernels."""
 LOW_PRECISIONS = ("float8_e4m3fn", "mxfp8", "nvfp4")
 LOGIT_COPIES = 2
 """Tensors like the logits that cross-entropy has at its peak beside them and their gradient:
@@ -53,7 +58,7 @@ class Paces:
     first; `low`: 8 and 4 bits. Fitted on benchmarks/data by benchmarks/fitted.py.
     """
 
-    usual: float = 0.70
+    usual: float = 0.71
     hopper: float = 0.67
     low: float = 0.77
 
@@ -101,6 +106,7 @@ class Calibrated:
                     queries=shape.queries, keys=shape.keys, head_dim=shape.head_dim,
                     dtype=work.dtype, causal=shape.causal, backward=work.backward,
                     kernel=self._attention, dropout=self.traits.dropout,
+                    pace=self._pace(work.dtype),
                 )  # fmt: skip
             case "matmul" | "conv" | "attention":
                 rate = device.peak_flops_per_s(work.dtype) * device.matmul_fraction
@@ -125,9 +131,12 @@ class Calibrated:
 
     def _product_s(self, work: Work) -> float:
         """By `kernels`, at the pace that a long step sustains."""
-        device = self.cluster.device
-        pace = self.paces.of(device.arch, self._precision_of(work)) * device.power_pace
+        pace = self._pace(self._precision_of(work))
         return self._benchmark_s(work) / pace + self._quantise_s(work)
+
+    def _pace(self, precision: str) -> float:
+        device = self.cluster.device
+        return self.paces.of(device.arch, precision) * device.power_pace
 
     def _precision_of(self, work: Work) -> str:
         """What a product computes in: the traits' precision where its 16-element alignment allows,
@@ -186,15 +195,13 @@ class Calibrated:
     def host_s(self, launches: float) -> float:
         """The host's time of a run of kernels; 0 unless it launches them one by one (`eager`).
 
-        Where it waits for each (`blocking`), the start of the next and its own waking are not
-        hidden either: a launch each.
+        Where it waits for each (`blocking`) none of what it does in between is hidden.
         """
         if not self.traits.eager:
             return 0.0
-        seconds = launch_bound_s(launches, self.cluster.device)
         if self.traits.blocking:
-            seconds += 2 * launches * self.cluster.device.kernel_launch_s
-        return seconds
+            return launches * WAITED_OP_S
+        return launch_bound_s(launches, self.cluster.device)
 
     @property
     def core_sharing(self) -> float:

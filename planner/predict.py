@@ -255,9 +255,7 @@ def _stages(
     order = [variant_of[i] for i in range(len(work.graph.calls))]
     runs = [(variant, len(list(group))) for variant, group in groupby(order)]
     layers = max(range(len(runs)), key=lambda r: runs[r][1])
-    counts = layers_per_stage(
-        runs[layers][1], wanted.mesh.pipeline, late_rest=wanted.traits.late_rest
-    )
+    counts = layers_per_stage(runs[layers][1], wanted.mesh.pipeline, wanted.traits.rest)
     stages = []
     for stage, count in enumerate(counts):
         choices = []
@@ -282,22 +280,30 @@ def _layer_choices(
     return [Choice(run, labels.index(name), n) for name, n in parts if n]
 
 
-def layers_per_stage(layers: int, stages: int, *, late_rest: bool = False) -> list[int]:
-    """Equal shares; else embedding and head count as layers; the rest goes to middle stages, or
-    with `late_rest` to the last ones.
+def layers_per_stage(layers: int, stages: int, rest: str = "middle") -> list[int]:
+    """Equal shares; else embedding and head count as layers, unless the rest goes to the last
+    stages; else as `planner.traits.RESTS` say.
 
     >>> layers_per_stage(8, 4), layers_per_stage(78, 4), layers_per_stage(5, 3)
     ([2, 2, 2, 2], [19, 20, 20, 19], [1, 2, 2])
-    >>> layers_per_stage(32, 5, late_rest=True)
-    [6, 6, 6, 7, 7]
+    >>> layers_per_stage(32, 5, "last"), layers_per_stage(32, 6, "filled")
+    ([6, 6, 6, 7, 7], [6, 6, 6, 6, 6, 2])
     """
     if layers % stages == 0:
         return [layers // stages] * stages
     if layers + 2 < stages:
         raise UsageError(f"{layers} layers can't fill {stages} pipeline stages")
-    if stages > 1 and (layers + 2) % stages == 0 and not late_rest:
+    if stages > 1 and (layers + 2) % stages == 0 and rest != "last":
         each = (layers + 2) // stages
         return [each - 1, *[each] * (stages - 2), each - 1]
-    each, rest = divmod(layers, stages)
-    first = stages - rest if late_rest else min(stages - rest, max(1, (stages - rest) // 2))
-    return [each + (first <= s < first + rest) for s in range(stages)]
+    each, left = divmod(layers, stages)
+    if rest == "filled":
+        counts = [min(each + 1, layers - s * (each + 1)) for s in range(stages)]
+        if counts[-1] < 1:
+            raise UsageError(
+                f"{layers} layers, {each + 1} on a stage, do not reach the last of {stages} stages"
+            )
+        return counts
+    last = rest == "last"
+    first = stages - left if last else min(stages - left, max(1, (stages - left) // 2))
+    return [each + (first <= s < first + left) for s in range(stages)]

@@ -21,6 +21,7 @@ LOW_PRECISIONS = {"fp8": "float8_e4m3fn", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 OWN_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 PRECISIONS = (*OWN_PRECISIONS, *LOW_PRECISIONS)
 VOCABULARY_MULTIPLE = 128
+MONTH = len("2022-02")
 _GRADIENTS = {"": "", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -31,7 +32,8 @@ class Stack:
     Kernels. `fuses`: chains of elementwise ops are one kernel each (hand-written, JIT or a
     compiler); `compiles`: across norms too, which hand-written kernels do not. `graph`: the step is
     launched as a whole, by a compiler or CUDA graphs. `blocking`: the host waits for every kernel
-    (BLOOM's jobs hung without CUDA_LAUNCH_BLOCKING=1: bigscience, train/tr11-176B-ml). `attention`:
+    (BLOOM's jobs hung without CUDA_LAUNCH_BLOCKING=1: bigscience, train/tr11-176B-ml/
+    chronicles-prequel.md, "dealing with JZ hanging"). `attention`:
     the kernel; "": the device's own. `dropout`: trains with attention dropout, Megatron's default
     before 2022's large models. `fused_loss`: cross-entropy is one kernel on 16-bit logits;
     `compiles_loss`: it is where the model is compiled. `wide_logits`: the loss is that of fp32
@@ -52,7 +54,7 @@ class Stack:
     their owners broadcast after the update (InternEvo's hybrid_zero_optim.py, with
     `overlap_sync_param=False` as in its configurations).
 
-    State. `master_weights`, `memory` and `late_rest` as in `Traits`.
+    State. `master_weights`, `memory` and `rest` as in `Traits`.
     """
 
     overlaps: bool = True
@@ -76,7 +78,7 @@ class Stack:
     compiles_loss: bool = True
     wide_logits: bool = True
     master_weights: bool = True
-    late_rest: bool = False
+    rest: str = "middle"
     memory: Memory = Memory()
 
 
@@ -111,11 +113,14 @@ _MEGATRON = Stack(pads_vocabulary=True, fuses_accumulation=True)
 _MEGATRON_2021 = replace(
     _MEGATRON, overlaps=False, dropout=True, fuses_accumulation=False, scatters_sends=True
 )
-_DEEPSPEED = replace(_MEGATRON_2021, blocking=True, memory=_BF16)
+_DEEPSPEED = replace(_MEGATRON_2021, rest="filled", memory=_BF16)
+"""DeepSpeed 0.6, runtime/utils.py: `partition_balanced` finds the least that the fullest stage can
+have, and fills one stage after the other with it."""
+_DEEPSPEED_FP16 = replace(_DEEPSPEED, memory=_ZERO1)
 _FSDP = Stack(fuses=False, attention="flash2", selective="op")
 _TORCHAO = replace(_FSDP, scaling="tensorwise")
 _INTERNEVO = Stack(
-    fp32_gradients=False, attention="flash2", fused_loss=True, whole_tensors=True, late_rest=True,
+    fp32_gradients=False, attention="flash2", fused_loss=True, whole_tensors=True, rest="last",
     memory=_HYBRID_ZERO,
 )  # fmt: skip
 _PAX = Stack(compiles=True, combines=False, recomputes=True)
@@ -123,7 +128,11 @@ _PAX = Stack(compiles=True, combines=False, recomputes=True)
 (NVIDIA/JAX-Toolbox, rosetta/projects/pax/README.md); layers in a scan have a checkpoint policy."""
 STACKS = {
     "megatron-deepspeed": _DEEPSPEED,
-    "megatron-deepspeed fp16": replace(_DEEPSPEED, memory=_ZERO1),
+    "megatron-deepspeed fp16": _DEEPSPEED_FP16,
+    "megatron-deepspeed bf16 of 2022-02": replace(_DEEPSPEED, blocking=True),
+    "megatron-deepspeed fp16 of 2022-02": replace(_DEEPSPEED_FP16, blocking=True),
+    "megatron-deepspeed 2022-02 bf16": _DEEPSPEED,  # these two tables: before the first hang
+    "megatron-deepspeed 2022-02 fp16": _DEEPSPEED_FP16,
     "megatron-lm 2021": _MEGATRON_2021,
     "megatron-core": _MEGATRON,
     "megatron-core CI": replace(_MEGATRON, dropout=True),
@@ -151,13 +160,16 @@ STACKS = {
     "jax-pax +TE": _PAX,
 }
 """From the stacks' own documentation and code at the release of the rows. A name may be followed by
-what else it depends on: the precision, "zero" and the stage, or the release."""
+what else it depends on: the release, the precision and the release's month, the precision alone, or
+"zero" and the stage."""
 
 
 def stack_of(row: Mapping[str, str]) -> Stack | None:
     """The most special entry for a row; None for unknown stacks."""
     name = row.get("framework", "")
-    details = (row.get("release"), row.get("precision"), f"zero {row.get('zero_stage', '')}")
+    release, precision = row.get("release", ""), row.get("precision", "")
+    of_month = f"{precision} of {release[:MONTH]}"
+    details = (release, of_month, precision, f"zero {row.get('zero_stage', '')}")
     for key in (*(f"{name} {detail}" for detail in details), name):
         if key in STACKS:
             return STACKS[key]
@@ -183,7 +195,7 @@ def traits_of(row: Mapping[str, str], device: Device) -> Traits:
         dropout=stack.dropout,
         fused_loss=stack.fused_loss,
         eager_loss=row.get("compile") == "1" and not stack.compiles_loss,
-        late_rest=stack.late_rest,
+        rest=stack.rest,
         memory=stack.memory,
         library_kernels=True,
         fuses_norms=stack.compiles or _states(row, "compile", False),

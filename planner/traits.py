@@ -15,6 +15,9 @@ from planner.quantise import SCALINGS
 
 ATTENTIONS = ("auto", *KERNELS)
 PRECISIONS = ("", "tf32", "float8_e4m3fn", "mxfp8", "nvfp4")
+RESTS = ("middle", "last", "filled")
+"""One layer more for stages in the middle, or for the last ones; or every stage is filled with as
+many as the largest has, before the next one gets any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,8 @@ class Traits:
     `master_weights`: fp32 copies of parameters and fp32 optimizer state. `fused_optimizer`: one
     pass over all state. `clips`: gradients are cut to a norm. `scales_loss`: they are brought to
     float32 and divided by the loss scale first. `eager_loss`: cross-entropy is not fused, however
-    fused the rest. `late_rest`: layers that do not divide evenly go to the last stages. `memory`:
-    what is held beside a step's own values.
+    fused the rest. `rest`: the stages that layers which do not divide evenly go to, `RESTS`.
+    `memory`: what is held beside a step's own values.
     """
 
     attention: str = "auto"
@@ -72,7 +75,7 @@ class Traits:
     fused_loss: bool = False
     eager_loss: bool = False
     eager: bool = False
-    late_rest: bool = False
+    rest: str = "middle"
     memory: Memory = Memory()
     blocking: bool = False
 
@@ -82,6 +85,7 @@ class Traits:
         _known("matmul_precision", self.matmul_precision, PRECISIONS)
         _known("gradient_dtype", self.gradient_dtype, ("", "bfloat16", "float16", "float32"))
         _known("zero_stage", self.zero_stage, (0, 1, 2, 3))
+        _known("rest", self.rest, RESTS)
         for name in ("zero_group", "virtual_stages"):
             least = int(name == "virtual_stages")
             if getattr(self, name) < least:

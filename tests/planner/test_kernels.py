@@ -242,6 +242,12 @@ def test_causal_attention_saves_almost_half_and_unfused_nothing() -> None:
     assert ratio("unfused") == 1
 
 
+def test_products_of_unfused_attention_go_at_the_pace_of_products() -> None:
+    full, half = (attention(A100, kernel="fused_softmax", pace=pace) for pace in (1.0, 0.5))
+    assert full < half < 2 * full  # the passes over the scores are no products
+    assert attention(A100, kernel="flash2", pace=0.5) == attention(A100, kernel="flash2")
+
+
 def test_a_window_of_queries_sees_the_keys_before_it() -> None:
     assert attention(H100, queries=128, kernel="flash2") > 0.9 * attention(
         H100, queries=128, kernel="flash2", causal=False

@@ -8,7 +8,7 @@ import pytest
 from ir.cluster import Cluster, Mesh
 from ir.device import find_device, inner_link
 from planner.attention_time import attention_s
-from planner.calibrated import PACES, Calibrated
+from planner.calibrated import PACES, WAITED_OP_S, Calibrated
 from planner.collectives import fastest
 from planner.exchange import BUCKET_BYTES, Load, exchange
 from planner.fusion import groups, library_members
@@ -230,7 +230,7 @@ def test_a_host_that_waits_for_every_kernel_adds_its_time() -> None:
     waits = Calibrated(NODES, Mesh(), Traits(eager=True, blocking=True))
     assert work.launched(plain) == work
     assert Seconds(0.0, 0.0, 100.0).launched(plain).total_s == pytest.approx(100 * 7e-6)
-    assert work.launched(waits).total_s == pytest.approx(3e-3 + 100 * (7e-6 + 2 * 5e-6))
+    assert work.launched(waits).total_s == pytest.approx(3e-3 + 100 * WAITED_OP_S)
 
 
 def test_scanned_layers_recompute_at_least_core_attention() -> None:

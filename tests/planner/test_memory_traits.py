@@ -3,6 +3,7 @@
 import pytest
 
 from ir.cluster import GIB
+from ir.errors import UsageError
 from planner.calibrated import cost_model
 from planner.device_memory import COMMUNICATORS_BYTES, CONTEXT_BYTES, FRAGMENTATION
 from planner.kernels import memory_s
@@ -200,6 +201,10 @@ def test_special_entries_come_before_general_ones():
     assert stack_of({"framework": "internevo", "zero_stage": "1"}) == STACKS["internevo"]
     deepspeed = {"framework": "megatron-deepspeed", "precision": "fp16"}
     assert stack_of(deepspeed) == STACKS["megatron-deepspeed fp16"]
+    february = deepspeed | {"release": "2022-02 NHEADs comparison"}
+    assert stack_of(february) == STACKS["megatron-deepspeed fp16 of 2022-02"]
+    first = stack_of(deepspeed | {"release": "2022-02 fp16"})
+    assert first is not None and not first.blocking
     assert stack_of({"framework": "unheard of"}) is None
 
 
@@ -215,9 +220,14 @@ def test_a_compiled_loss_makes_no_fp32_logits():
     assert has_wide_logits(row | {"release": "Table 1"})
 
 
-def test_late_rests_go_to_the_last_stages():
-    assert layers_per_stage(32, 6, late_rest=True) == [5, 5, 5, 5, 6, 6]
+def test_stacks_differ_in_where_the_rest_goes():
+    assert layers_per_stage(32, 6, "last") == [5, 5, 5, 5, 6, 6]
     assert layers_per_stage(32, 6) == [5, 5, 6, 6, 5, 5]
+    # bigscience, chronicles-prequel.md: "78/12=6.5 - so the last stage has 1 block, while the rest
+    # have 7"
+    assert layers_per_stage(78, 12, "filled") == [7] * 11 + [1]
+    with pytest.raises(UsageError, match="13 layers, 3 on a stage"):
+        layers_per_stage(13, 6, "filled")
 
 
 def test_nothing_is_held_by_default():

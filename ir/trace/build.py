@@ -51,11 +51,12 @@ def trace(
     leaves, batch = leaves_of(model, args, kwargs)
     step = Step(model, args, kwargs, loss)
     title = name or type(model).__name__
-    first = None
+    first: CaptureError | None = None
     for candidate in _batch_guesses(leaves):
         try:
             with one_convolution_kernel():
-                return with_reason(_Builder(step, candidate, batch, title).graph(), step, leaves)
+                graph = _Builder(step, candidate, batch, title).graph()
+                return with_reason(graph, step, leaves, first)
         except CaptureError as error:
             first = first or error
         except ShardwrightError:

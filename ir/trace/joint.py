@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ir.errors import CaptureError
 from ir.graph import Block
 from ir.trace.adapters import is_size, make_fx, node_meta, preserve_meta
 from ir.trace.convert import Converter
 from ir.trace.normal import replay_target
+from ir.trace.source import source_of
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,51 @@ def differentiate(
         return outputs, list(grads)
 
     with _mode(segment):
-        joint = make_fx(step)(fakes, tangents)
+        try:
+            joint = make_fx(step)(fakes, tangents)
+        except RuntimeError as error:
+            raise _refusal(segment, error) from error
     converter = Converter(joint.graph, sizes, input_names, needs, carries)
     return converter.block(name)
+
+
+def _refusal(segment: Segment, error: RuntimeError) -> Exception:
+    """Names the first call whose derivative fails by itself; else the error as it is."""
+    said = _first_line(error)
+    for node in segment.nodes:
+        alone = Segment((node,), tuple(node.all_input_nodes), (node,))
+        if _derivative_fails(alone) == said:
+            source = source_of(node)
+            return CaptureError(
+                f"can't capture {source}: the derivative of {source.function or node.target} can't "
+                f"be traced ({said[:200]}). Write it with plain operations."
+            )
+    return error
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _derivative_fails(alone: Segment) -> str:
+    """What torch says about the derivative of one call, empty if nothing."""
+    if not all(isinstance(node.meta.get("val"), Tensor) for node in alone.inputs):
+        return ""  # a size, or one of several results, which has none of its own
+    floats = [node.meta["val"].is_floating_point() for node in alone.inputs]
+
+    def gradients(*values: Tensor) -> Any:
+        with torch.enable_grad():
+            leaves = _primals(list(values), floats)
+            out: Any = replay(alone, leaves)[0]
+            first = out if isinstance(out, Tensor) else out[0]
+            wanted = [leaf for leaf, used in zip(leaves, floats, strict=True) if used]
+            return torch.autograd.grad(first.sum(), wanted, allow_unused=True)
+
+    try:
+        make_fx(gradients)(*_fakes(alone))
+    except RuntimeError as error:
+        return _first_line(error)
+    return ""
 
 
 def _fakes(segment: Segment) -> list[Tensor]:

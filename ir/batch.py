@@ -212,10 +212,10 @@ def needs_whole_batch(graph: Graph, batch_flow: Flow) -> str | None:
 
 
 def _origin(block: Block, node: Node, gathering: list[Node]) -> Node:
-    """The node to name: for one of the backward, the last before it that needs all rows as well."""
+    """The node to name: for one of the backward, the first of the forward that needs all rows."""
     forward = set(block.forward)
     before = [made for made in gathering if made in forward and str(made.source)]
-    return node if node in forward or str(node.source) or not before else before[-1]
+    return node if node in forward or str(node.source) or not before else before[0]
 
 
 def _source(block: Block, node: Node) -> Source:

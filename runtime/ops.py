@@ -111,7 +111,8 @@ def resample_backward(
 def _settings(call: Any, align: bool, scales: list[float], dims: int) -> list[Any]:
     """`align_corners`, where an operation has it, and a scale (or None) per dim."""
     aligned = any(argument.name == "align_corners" for argument in call._schema.arguments)
-    return [*([align] if aligned else []), *(scales or [None] * dims)]
+    each: list[float | None] = [*scales] or [None] * dims
+    return [align, *each] if aligned else [*each]
 
 
 def embedding(table: Tensor, ids: Tensor, first: int = 0) -> Tensor:

@@ -86,7 +86,7 @@ def symbolic_rows(mode: FakeTensorMode, tensor: Tensor, rows: bool) -> Tensor:
     kinds = [symbolic_shapes.DimDynamic.STATIC] * tensor.dim()
     if rows:
         kinds[0] = symbolic_shapes.DimDynamic.DYNAMIC
-    context = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=kinds)
+    context: Any = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=kinds)
     return mode.from_tensor(tensor, symbolic_context=context)
 
 

@@ -28,6 +28,7 @@ from ir.trace.fixed_batch import with_reason
 from ir.trace.fold import Record, Recorder, families, named_state
 from ir.trace.joint import Segment, differentiable_outputs, differentiate
 from ir.trace.masks import recognise_masks
+from ir.trace.positions import check_positions
 from ir.trace.segment import HEAVY, canonical, live_nodes, segment, split
 from ir.trace.source import source_of
 from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of
@@ -127,10 +128,10 @@ class _Builder:
             for i, (n, leaf) in enumerate(zip(self.input_names, self.leaves, strict=True))
         ]
         metrics = tuple(zip(self.step.report.metrics, outputs[1:], strict=True))
-        return recognise_masks(Graph(
+        return check_positions(recognise_masks(Graph(
             self.title, tuple(inputs), tuple(state), tuple(blocks), tuple(calls), outputs[0],
             metrics, tuple(dict.fromkeys(guards)), tuple(self.notes),
-        ))  # fmt: skip
+        )))  # fmt: skip
 
     # capture
 

@@ -91,7 +91,7 @@ class Lift(fx.Interpreter):
         super().__init__(module)
         self.dropouts = Dropouts(counter if counter is not None else [0])
         self.no_grad = no_grad
-        self.free: list[torch.SymInt] = []
+        self.free: list[int | torch.SymInt] = []
         self.extra_traceback = False
         self.attention = AttentionLift(self)
 
@@ -107,7 +107,7 @@ class Lift(fx.Interpreter):
         except CaptureError as error:
             raise CaptureError(f"can't capture {source_of(n)}: {error}") from error
 
-    def placeholder(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Notes sizes that may be any number: an operation that fixes one is refused."""
         value = super().placeholder(target, args, kwargs)
         if isinstance(value, Tensor):
@@ -138,7 +138,9 @@ class Lift(fx.Interpreter):
         if target in RULES:
             return RULES[target](*args, **kwargs)
         plain = _without_writing(target)
-        return target(*args, **kwargs) if plain is None else args[0].copy_(plain(*args, **kwargs))
+        if plain is None or all(map(is_number, args[0].shape)):
+            return target(*args, **kwargs)
+        return args[0].copy_(plain(*args, **kwargs))
 
     def region(self, no_grad: bool, module: fx.GraphModule, operands: tuple[Any, ...]) -> Any:
         inner = Lift(module, counter=self.dropouts.counter, no_grad=no_grad or self.no_grad)

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
 from ir.errors import CaptureError
 from ir.graph import Block
-from ir.trace.adapters import is_size, make_fx, node_meta, preserve_meta
+from ir.trace.adapters import expression, is_size, make_fx, node_meta, preserve_meta
 from ir.trace.convert import Converter
 from ir.trace.normal import replay_target
 from ir.trace.source import source_of
@@ -33,9 +34,13 @@ class Segment:
 def replay(segment: Segment, values: list[Tensor]) -> list[Tensor]:
     """Runs the segment's nodes on the given input tensors."""
     env: dict[fx.Node, Any] = dict(zip(segment.inputs, values, strict=True))
+    own = {
+        expression(size): size for value in values for size in value.shape
+        if isinstance(size, torch.SymInt)
+    }  # fmt: skip
 
     def load(node: fx.Node) -> Any:
-        return env[node] if node in env else node.meta["val"]
+        return env[node] if node in env else _size(node.meta["val"], own)
 
     for node in segment.nodes:
         if not is_size(node):
@@ -43,6 +48,18 @@ def replay(segment: Segment, values: list[Tensor]) -> list[Tensor]:
             with node_meta(node):
                 env[node] = replay_target(node.target)(*args, **kwargs)
     return [env[node] for node in segment.outputs]
+
+
+def _size(value: Any, own: dict[Any, Any]) -> Any:
+    """A size computed before, as a multiple of one that the tracer knows: of a tensor at hand."""
+    formula = expression(value)
+    if not isinstance(formula, sympy.Basic) or formula in own:
+        return own.get(formula, value)
+    for known, size in own.items():
+        share = formula / known
+        if share.is_Rational:
+            return size * int(share.p) // int(share.q)
+    return value
 
 
 def differentiable_outputs(segment: Segment, needs: list[bool]) -> list[bool]:

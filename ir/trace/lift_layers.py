@@ -45,7 +45,7 @@ for _kind in (*NEAREST, *SMOOTH):
 
 @LAYERS.of(aten.affine_grid_generator.default)
 def affine_grid(theta: Tensor, size: list[int], align: bool) -> Tensor:
-    """theta [n, d, d + 1], size [n, c, ...d] -> where each place of the output reads [n, ..., d]."""
+    """theta [n, d, d + 1], size [n, c, ...] -> the place that each element reads [n, ..., d]."""
     spatial = size[2:]
     ends = [1.0 if align else (length - 1) / length for length in spatial]
     lines = [
@@ -138,7 +138,8 @@ def softshrink(x: Tensor, size: float = 0.5) -> Tensor:
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """Weight normalisation (arXiv:1602.07868): v scaled to the norm g, over all dims but one."""
     others = [d for d in range(v.dim()) if d != dim % v.dim()] if dim != -1 else None
-    return v * (g / torch.linalg.vector_norm(v, 2, others, keepdim=True))
+    scaled: Tensor = v * (g / torch.linalg.vector_norm(v, 2, others, keepdim=True))
+    return scaled
 
 
 @LAYERS.of(aten.embedding.default)

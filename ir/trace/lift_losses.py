@@ -1,6 +1,7 @@
 """How captured losses become elementwise operations, gathers and sums.
 
-A mean over the batch is a sum divided by a count of the whole batch, so that rows stay cut. `POINTWISE` holds the losses that stay themselves, without their reduction.
+A mean over the batch is a sum divided by a count of the whole batch, so that rows stay cut.
+`POINTWISE` holds the losses that stay themselves, without their reduction.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from ir.nccl_tests import read_nccl_tests
 from ir.topology import CPU, ram_bytes
 from ir.whole_file import check_writable, write_whole
 from ir.yaml_values import load_yaml
+from runtime.arguments import filled
 from runtime.launch import run_ranks
 from runtime.stopwatch import NOISE_LIMIT
 
@@ -274,7 +275,9 @@ def add_calibrate_command(commands: Any) -> None:
         "on a machine that does nothing else; what is too noisy is said and left out."
     )
     command = commands.add_parser("calibrate", help=text.partition(":")[0], description=text)
-    command.add_argument("--out", metavar="FILE", default="machine.yaml", help="(%(default)s)")
+    command.add_argument(
+        "--out", type=filled, metavar="FILE", default="machine.yaml", help="(%(default)s)"
+    )
     command.add_argument(
         "--processes", type=process_counts, metavar="N,...",
         help="how many run at once (default 1,2,4); plans can be for these",

@@ -23,7 +23,7 @@ from planner.explanation_text import remedy_text
 from planner.pins import check_pins, parse_pins, read_pins
 from planner.shortage import DoesNotFit
 from planner.trials import Planning, Request, Trials
-from runtime.arguments import count, rate
+from runtime.arguments import count, filled, rate
 from runtime.batch import tensor_leaves
 from runtime.models import Loaded, load_model
 
@@ -184,17 +184,20 @@ TRACE = "write the simulated timeline of a step as JSON that ui.perfetto.dev ope
 FLAGS: dict[str, dict[str, Any]] = {
     "--seq": {"type": count, "metavar": "N", "help": "tokens per row (hf:, or a build(seq))"},
     "--batch": {"type": count, "metavar": "N", "help": "rows of the example batch (likewise)"},
-    "--cluster": {"metavar": "SPEC", "help": CLUSTER},
+    "--cluster": {"type": filled, "metavar": "SPEC", "help": CLUSTER},
     "--global-batch": {"type": count, "metavar": "N", "help": "rows of a step, over all devices"},
     "--micro-batches": {"type": count, "metavar": "M", "help": "fix the pieces of a step"},
-    "--pin": {"metavar": "KEY=VALUE,...", "help": PIN},
+    "--pin": {"type": filled, "metavar": "KEY=VALUE,...", "help": PIN},
     "--time-limit": {
         "type": count, "metavar": "SECONDS",
         "help": "end the search then, with the best plan so far and its gap",
     },
-    "--plan": {"metavar": "FILE", "help": "a plan written by `plan --out`, instead of planning"},
-    "--out": {"metavar": "PATH", "help": "where to write"},
-    "--trace": {"metavar": "FILE", "help": TRACE},
+    "--plan": {
+        "type": filled, "metavar": "FILE",
+        "help": "a plan written by `plan --out`, instead of planning",
+    },
+    "--out": {"type": filled, "metavar": "PATH", "help": "where to write"},
+    "--trace": {"type": filled, "metavar": "FILE", "help": TRACE},
     "--force": {"action": "store_true", "help": "overwrite a program that is already there"},
     "--steps": {"type": count, "metavar": "N", "help": "training steps (run: 20, check: 2)"},
     "--lr": {"type": rate, "default": 1e-3, "help": "AdamW's rate (default %(default)s)"},

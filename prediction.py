@@ -29,6 +29,7 @@ from planner.rows import read_configuration
 from planner.stacks import has_wide_logits, padded_vocabulary
 from planner.stated import check_stated_cluster, check_stated_model
 from planner.table_file import read_rows, write_rows
+from runtime.arguments import filled
 from runtime.row_models import RowShape, build_row_model, probe_of, row_shape, size_changes
 
 FEW_ROWS = 24
@@ -202,10 +203,15 @@ def add_predict_command(commands: Any) -> None:
     )
     command = commands.add_parser("predict", help=text.partition(". ")[0], description=text)
     command.add_argument("rows", metavar="ROWS.csv", help="the table of configurations")
-    command.add_argument("--out", metavar="PRED.csv", help="where to write the predictions")
     command.add_argument(
-        "--cluster", metavar="SPEC", help="predict for this hardware, not the one that rows state"
+        "--out", type=filled, metavar="PRED.csv", help="where to write the predictions"
     )
-    command.add_argument("--explain", metavar="ID", help="print where that row's time and bytes go")
+    command.add_argument(
+        "--cluster", type=filled, metavar="SPEC",
+        help="predict for this hardware, not the one that rows state",
+    )  # fmt: skip
+    command.add_argument(
+        "--explain", type=filled, metavar="ID", help="print where that row's time and bytes go"
+    )
     command.add_argument("--json", action="store_true", help="print JSON on stdout")
     command.set_defaults(run=predict_command)

@@ -4,12 +4,18 @@ In: a PyTorch model and a cluster. Out: a `Plan`, and the parallel training prog
 for. This is the only module that imports all four rooms.
 """
 
+import sys
+
+if __name__ == "__main__":  # before the imports below, which take seconds
+    from shardwright_command import main as command
+
+    sys.exit(command())
+
 import argparse
 import json
 import logging
 import os
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -214,6 +220,7 @@ def _run_command(options: argparse.Namespace) -> int:
             _say_where(Plan.load(plan_file))
         launch(options.model, argv=argv)
         return OK
+    _refuse_missing_folder(options.model)
     _, graph, chosen = decide(options)
     _say_where(chosen)
     with tempfile.TemporaryDirectory(prefix="shardwright-") as folder:
@@ -221,6 +228,17 @@ def _run_command(options: argparse.Namespace) -> int:
         program.write(folder, force=True)
         launch(folder, argv=argv)
     return OK
+
+
+def _refuse_missing_folder(name: str) -> None:
+    """A name that can only be that of a folder, and there is none."""
+    file = Path(name.partition(":")[0])
+    if name.startswith("hf:") or file.suffix == ".py" or file.exists():
+        return
+    raise UsageError(
+        f"there is no folder {name}. `run` takes the folder of a program that `emit` wrote, or a "
+        f"model: {MODEL}."
+    )
 
 
 def _say_where(plan: Plan) -> None:
@@ -291,6 +309,3 @@ def _parser() -> argparse.ArgumentParser:
     add_calibrate_command(commands)
     return parser
 
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -68,7 +68,6 @@ class Program:
     plan: str
     folder: Path
     predicted_s: float
-    items: int
 
 
 def main() -> int:
@@ -122,7 +121,7 @@ def _programs(name: str, path: Path, cluster: Path, folder: Path) -> Iterator[Pr
         out = folder / f"{path.stem}-{words.replace(' ', '-')}"
         sw.emit(graph, plan).for_model(model, seq=None).write(out, force=True)
         print(f"planned {name}, {words}: {plan.prediction.step_s * 1e3:.1f} ms", file=sys.stderr)
-        yield Program(name, words, out, plan.prediction.step_s, ids.numel())
+        yield Program(name, words, out, plan.prediction.step_s)
 
 
 def _run(program: Program, steps: int, log: Path) -> tuple[list[float], float]:
@@ -131,7 +130,7 @@ def _run(program: Program, steps: int, log: Path) -> tuple[list[float], float]:
     launch(program.folder, argv=[f"--steps={steps + WARM_UP}", f"--log={log}", "--every=10000"])
     after = _cpu_seconds()
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    times = [program.items / line["tokens_per_s"] for line in lines[WARM_UP:]]
+    times = [line["step_s"] for line in lines[WARM_UP:]]
     busy_s, whole_s, own_s = (late - early for early, late in zip(before, after, strict=True))
     return times, max(0.0, busy_s - own_s) / max(whole_s, 1e-9)
 

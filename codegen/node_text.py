@@ -17,6 +17,7 @@ from ir.graph import Node, Ref, evaluate
 from ir.layout import Layout, Shard
 from ir.lower import Lowered
 from ir.ops import op_def
+from ir.ops.table import creates
 from ir.spmd import Spmd
 from ir.strategies import Strategy
 
@@ -40,6 +41,7 @@ class NodeText:
             return text.format(*args)
         call = text if "{0}" not in text else f"torch.ops.aten.{node.op}"
         words = [*args, *(f"{k}={self.value(v)}" for k, v in node.kwargs if v is not None)]
+        words += ["device=ctx.device"] if creates(node.op) else []
         return f"{call}({', '.join(words)})"
 
     def value(self, argument: Any) -> str:
@@ -220,6 +222,7 @@ WRITERS: dict[str, Callable[[NodeText, Node], str]] = {
     "select_backward.default": _backward_of_view("select_backward"),
     "embedding.default": _embedding, "embedding_dense_backward.default": _embedding_backward,
     "cross_entropy": _cross_entropy, "cross_entropy_backward": _cross_entropy_backward,
+    "resample": _composite("resample"), "resample_backward": _composite("resample_backward"),
     "dropout": _dropout, "all_reduce": _collective, "all_gather": _collective,
     "reduce_scatter": _collective, "all_to_all": _collective, "shard": _collective,
     "first": _collective,

@@ -197,9 +197,10 @@ def needs_whole_batch(graph: Graph, batch_flow: Flow) -> str | None:
             continue
         alike.add(key)
         known = early_values(block, early)
-        for node, name, _ in result.gathers(block):
+        gathers = result.gathers(block)
+        for node, name, _ in gathers:
             if not once or name not in known:
-                source = _source(block, node)
+                source = _source(block, _origin(block, node, [n for n, _, _ in gathers]))
                 function = FUNCTIONS.get(source.function, source.function) or node.op
                 where = str(source) or call.path or "the model"
                 return f"{where}: {function} needs all rows of the batch at once"
@@ -210,18 +211,27 @@ def needs_whole_batch(graph: Graph, batch_flow: Flow) -> str | None:
     return None
 
 
+def _origin(block: Block, node: Node, gathering: list[Node]) -> Node:
+    """The node to name: for one of the backward, the first of the forward that needs all rows."""
+    forward = set(block.forward)
+    before = [made for made in gathering if made in forward and str(made.source)]
+    return node if node in forward or str(node.source) or not before else before[0]
+
+
 def _source(block: Block, node: Node) -> Source:
-    """Where a node comes from; backward nodes are where what they, or their next readers, read was
-    made."""
-    makers = {name: made for made in block.forward for name in made.outputs}
+    """Where a node comes from; backward nodes are where what they read, or their next readers read,
+    was made, or else what that was made of."""
+    makers = {name: made for made in block.nodes for name in made.outputs}
     seen, found = {node}, [node]
     for near in found:
-        for made in (near, *(makers[name] for name in near.inputs if name in makers)):
+        read = [makers[name] for name in near.inputs if name in makers]
+        for made in (near, *read):
             if str(made.source):
                 return made.source
-        readers = [n for n in block.nodes if n not in seen and set(n.inputs) & set(near.outputs)]
-        seen.update(readers)
-        found += readers
+        readers = [n for n in block.nodes if set(n.inputs) & set(near.outputs)]
+        more = [n for n in (*readers, *read) if n not in seen]
+        seen.update(more)
+        found += more
     return Source()
 
 

@@ -5,12 +5,15 @@ Input: a path, or the values with words for where they stand. Output: numbers; w
 """
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
 from ir.errors import UsageError
 
 Values = dict[str, Any]
+EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+"""A number with an exponent, as Python and YAML 1.2 write it."""
 
 
 def load_yaml(path: Path) -> Values:
@@ -19,7 +22,7 @@ def load_yaml(path: Path) -> Values:
         import yaml  # optional: only a cluster.yaml needs it
     except ImportError as error:
         raise UsageError(f"reading {path} needs PyYAML: pip install pyyaml.") from error
-    loader = yaml.SafeLoader(read_text(path))
+    loader = _with_exponents(yaml)(read_text(path))
     try:
         document = loader.get_single_node()
         _check_once(document, path)
@@ -29,6 +32,16 @@ def load_yaml(path: Path) -> Values:
     if not isinstance(values, dict):
         raise UsageError(f"{path} must hold keys and values, such as `device: H100-SXM`.")
     return {str(key): value for key, value in values.items()}
+
+
+def _with_exponents(yaml: Any) -> Any:
+    """PyYAML's safe loader, which also takes `1e-9` as a number: YAML 1.1 wants `1.0e-9`."""
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # the package is optional, hence untyped
+        pass
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, [*"+-.0123456789"])
+    return Loader
 
 
 def _check_once(node: Any, path: Path) -> None:

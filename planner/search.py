@@ -334,10 +334,11 @@ class _Search:
         return bound_s, _simplicity(candidate), level, candidate
 
     def _no_time(self, candidates: int) -> Refused:
+        tried = f"{self.refusals} were planned, and none of those fits"
+        begun = tried if self.refusals else "none was planned: bounding them took all of it"
         return Refused(
             f"no plan was found within {self.time_limit_s:.3g} s: of {candidates} candidates "
-            f"{self.refusals} were planned, and none of those fits. Allow more time, or pin "
-            "decisions that are settled."
+            f"{begun}. Allow more time, or pin decisions that are settled."
         )
 
     def _nothing_fits(self, options: list[Candidate]) -> Refused:

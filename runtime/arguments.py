@@ -14,6 +14,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def filled(text: str) -> str:
+    """A text that is not empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("nothing stands behind it. Give a value, or leave it out")
+    return text
+
+
 def rate(text: str) -> float:
     """A learning rate: finite, and not below zero."""
     value = _finite(text)

@@ -92,6 +92,11 @@ def _load_file(
 ) -> Loaded:
     file, _, function = spec.rpartition(":") if ":" in spec else (spec, "", "build")
     path = Path(file)
+    if not function:
+        raise UsageError(
+            f"can't load the model {spec!r}: a function's name is missing behind the colon, as in "
+            f"{file}:build."
+        )
     if path.suffix != ".py" or not path.is_file():
         why = "there is no such file" if path.suffix == ".py" else "it does not end in .py"
         raise UsageError(

@@ -6,6 +6,8 @@ on a mesh axis take `first`, the global index of the first local row, or the axi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -87,6 +89,30 @@ def normalize_backward(grad: Tensor, normalised: Tensor, rstd: Tensor, dims: int
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def resample(x: Tensor, kind: str, size: list[int], align: bool, scales: list[float]) -> Tensor:
+    """x [rows, channels, ...] interpolated to `size` by torch's operation `kind`."""
+    call = getattr(torch.ops.aten, kind).default
+    out: Tensor = call(x, size, *_settings(call, align, scales, x.dim() - 2))
+    return out
+
+
+def resample_backward(
+    grad: Tensor, kind: str, size: list[int], align: bool, scales: list[float]
+) -> Tensor:
+    """The gradient of an input whose dims after rows and channels are `size`."""
+    call = getattr(torch.ops.aten, f"{kind}_backward").default
+    settings = _settings(call, align, scales, grad.dim() - 2)
+    back: Tensor = call(grad, list(grad.shape[2:]), [*grad.shape[:2], *size], *settings)
+    return back
+
+
+def _settings(call: Any, align: bool, scales: list[float], dims: int) -> list[Any]:
+    """`align_corners`, where an operation has it, and a scale (or None) per dim."""
+    aligned = any(argument.name == "align_corners" for argument in call._schema.arguments)
+    each: list[float | None] = [*scales] or [None] * dims
+    return [align, *each] if aligned else [*each]
 
 
 def embedding(table: Tensor, ids: Tensor, first: int = 0) -> Tensor:

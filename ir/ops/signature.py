@@ -237,6 +237,12 @@ def dropout(node: Node, operands: Any, results: Any) -> Signature:
     return Signature((dims,), (dims,), linear=linear_in(0))
 
 
+def resample(node: Node, operands: Any, results: Any) -> Signature:
+    """Rows and channels may be cut, the dims that are made longer or shorter not."""
+    spatial = tuple(range(2, len(operands[0].shape)))
+    return along(lambda _: spatial, linear=linear_in(0))(node, operands, results)
+
+
 def convolution(node: Node, operands: Any, results: Any) -> Signature:
     """The batch may be cut; output channels too unless the channels are grouped."""
     plain = node.args[8] == 1 and not node.args[6]
@@ -314,3 +320,58 @@ def view_as_real(node: Node, operands: Any, results: Any) -> Signature:
 def view_as_complex(node: Node, operands: Any, results: Any) -> Signature:
     dims = letters("d", results[0])
     return Signature(((*dims, "pair"),), (dims,), whole=frozenset(["pair"]), linear=linear_in(0))
+
+
+def rows(node: Node, operands: Any, results: Any) -> Signature:
+    """Each row by itself: the first dim may be cut, and no other."""
+    if operands[0].shape[0] != results[0].shape[0]:
+        return unknown(node, operands, results)
+    ins = tuple(_rows(f"i{k}.", kind) for k, kind in enumerate(operands))
+    outs = tuple(_rows(f"o{k}.", kind) for k, kind in enumerate(results))
+    every = frozenset(x for dims in (*ins, *outs) for x in dims if x and x != "n")
+    return Signature(ins, outs, whole=every, linear=linear_in(0))
+
+
+def _rows(prefix: str, kind: TensorType) -> Dims:
+    first, *rest = letters(prefix, kind)
+    return (None if first is None else "n", *rest)
+
+
+def gather(node: Node, operands: Any, results: Any) -> Signature:
+    """gather and scatter along `args[1]`: others dims pass if every tensor has all of them."""
+    dim = node.args[1] % max(1, len(operands[0].shape))
+    others = {(*k.shape[:dim], *k.shape[dim + 1 :]) for k in (*operands, *results)}
+    if len(others) > 1:
+        return unknown(node, operands, results)
+    sums = {"scatter_add.default": linear_in((0, 2)), "gather.default": linear_in(0)}
+    return along(lambda _: dim, linear=sums.get(node.op, ()))(node, operands, results)
+
+
+def grid_sample(node: Node, operands: Any, results: Any) -> Signature:
+    """x [n, c, ...] read at grid [n, ..., places] -> [n, c, ...]."""
+    ins, out = _sampled(operands[0], operands[1], results[0])
+    return Signature(ins, (out,), whole=_places(*ins, out), linear=linear_in(0))
+
+
+def grid_sample_backward(node: Node, operands: Any, results: Any) -> Signature:
+    """The grid's gradient adds up channels."""
+    (x, grid), out = _sampled(operands[1], operands[2], operands[0])
+    wanted = tuple(d for d, used in zip((x, grid), node.args[6], strict=True) if used)
+    return Signature(
+        (out, x, grid), wanted, whole=_places(x, grid, out), adds=frozenset("c"),
+        linear=linear_in(0),
+    )  # fmt: skip
+
+
+def _sampled(x: TensorType, grid: TensorType, out: TensorType) -> tuple[tuple[Dims, Dims], Dims]:
+    def named(kind: TensorType, *words: str) -> Dims:
+        return tuple(None if s == 1 else w for s, w in zip(kind.shape, words, strict=True))
+
+    spatial = range(len(x.shape) - 2)
+    to = [f"y{d}" for d in spatial]
+    source = named(x, "n", "c", *(f"x{d}" for d in spatial))
+    return (source, named(grid, "n", *to, "place")), named(out, "n", "c", *to)
+
+
+def _places(*dims: Dims) -> frozenset[str]:
+    return frozenset(d for each in dims for d in each if d and d not in "nc")

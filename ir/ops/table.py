@@ -60,6 +60,8 @@ SIGNATURES: dict[str, tuple[SignatureRule, str]] = {
     "cross_entropy": (sig.cross_entropy, "memory"),
     "cross_entropy_backward": (sig.cross_entropy_backward, "memory"),
     "dropout": (sig.dropout, "memory"),
+    "resample": (sig.resample, "memory"),
+    "resample_backward": (sig.resample, "memory"),
     "embedding.default": (sig.embedding, "memory"),
     "embedding_dense_backward.default": (sig.embedding_backward, "memory"),
     "convolution.default": (sig.convolution, "conv"),
@@ -89,6 +91,28 @@ SIGNATURES: dict[str, tuple[SignatureRule, str]] = {
     "min.dim": (along(_argument(1, -1)), "memory"),
     "argmax.default": (along(_argument(1, None)), "memory"),
     "logsumexp.default": (along(_argument(1, -1)), "memory"),
+    "sort.default": (along(_argument(1, -1)), "memory"),
+    "topk.default": (along(_argument(2, -1)), "memory"),
+    "median.dim": (along(_argument(1, -1)), "memory"),
+    "cumprod.default": (along(_argument(1, 0)), "memory"),
+    "prod.dim_int": (along(_argument(1, 0)), "memory"),
+    "any.dim": (along(_argument(1, 0)), "memory"),
+    "any.default": (along(_argument(1, None)), "memory"),
+    "all.dim": (along(_argument(1, 0)), "memory"),
+    "all.default": (along(_argument(1, None)), "memory"),
+    "max.default": (along(_argument(1, None)), "memory"),
+    "min.default": (along(_argument(1, None)), "memory"),
+    "roll.default": (along(_argument(2, ()), linear=linear_in(0)), "memory"),
+    "gather.default": (sig.gather, "memory"),
+    "scatter.src": (sig.gather, "memory"),
+    "scatter.value": (sig.gather, "memory"),
+    "scatter_add.default": (sig.gather, "memory"),
+    "im2col.default": (sig.rows, "memory"),
+    "col2im.default": (sig.rows, "memory"),
+    "grid_sampler_2d.default": (sig.grid_sample, "memory"),
+    "grid_sampler_2d_backward.default": (sig.grid_sample_backward, "memory"),
+    "grid_sampler_3d.default": (sig.grid_sample, "memory"),
+    "grid_sampler_3d_backward.default": (sig.grid_sample_backward, "memory"),
     "flip.default": (along(_argument(1, ()), linear=linear_in(0)), "memory"),
     "tril.default": (along(lambda node: (-2, -1), linear=linear_in(0)), "memory"),
     "triu.default": (along(lambda node: (-2, -1), linear=linear_in(0)), "memory"),
@@ -105,13 +129,15 @@ def _windows() -> Iterator[tuple[str, tuple[SignatureRule, str]]]:
     kinds = {
         "max_pool{}_with_indices": (), "avg_pool{}": linear_in(0),
         "_adaptive_avg_pool{}": linear_in(0), "reflection_pad{}": linear_in(0),
-        "replication_pad{}": linear_in(0),
+        "replication_pad{}": linear_in(0), "adaptive_max_pool{}": (),
     }  # fmt: skip
-    for count in (2, 3):
-        for name, linear in kinds.items():
+    for name, linear in kinds.items():
+        for count in (1, 2, 3) if name.endswith("_pad{}") else (2, 3):
             base = name.format(f"{count}d")
             yield f"{base}.default", (along(_last(count), linear=linear), "memory")
             yield f"{base}_backward.default", (along(_last(count), linear=linear_in(0)), "memory")
+    for count in (2, 3):
+        yield f"max_unpool{count}d.default", (along(_last(count), linear=linear_in(0)), "memory")
 
 
 SIGNATURES |= dict(_windows())
@@ -139,7 +165,10 @@ ALSO_POINTWISE = (
     "huber_loss_backward.default", "masked_fill.Tensor", "hardsigmoid_backward.default",
     "hardswish_backward.default", "log_sigmoid_backward.default", "_conj.default",
     "smooth_l1_loss.default", "huber_loss.default", "l1_loss.default", "mish_backward.default",
-    "binary_cross_entropy_with_logits.default",
+    "binary_cross_entropy_with_logits.default", "binary_cross_entropy.default",
+    "binary_cross_entropy_backward.default", "soft_margin_loss.default",
+    "soft_margin_loss_backward.default", "log_sigmoid_forward.default",
+    "hardswish.default", "_prelu_kernel.default", "_prelu_kernel_backward.default",
 )  # fmt: skip
 
 OPERATORS = {
@@ -186,7 +215,15 @@ def op_def(name: str) -> OpDef:
         return OpDef(name, rule, kind, _written(name) if "." in name else "")
     if name in LINEAR or name in ALSO_POINTWISE or _is_pointwise(name):
         return OpDef(name, pointwise(LINEAR.get(name, ())), "memory", _written(name))
-    return OpDef(name, sig.unknown, "memory", _written(name), known=name.startswith("arange"))
+    return OpDef(name, sig.unknown, "memory", _written(name), known=creates(name))
+
+
+def creates(name: str) -> bool:
+    """Whether an operation makes a tensor of plain numbers, on a device that it is told."""
+    overload = aten_overload(name)
+    arguments = overload._schema.arguments if overload is not None else ()
+    tensors = any("Tensor" in str(argument.type) for argument in arguments)
+    return not tensors and any(argument.name == "device" for argument in arguments)
 
 
 def flops(node: Node, shapes: dict[str, tuple[int, ...]]) -> float:

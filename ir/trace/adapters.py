@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # shapes without memory
 from torch.fx import traceback as fx_traceback  # carries module and line to traced nodes
+from torch.fx.experimental import symbolic_shapes  # sizes that may be any number
 from torch.fx.experimental.proxy_tensor import make_fx  # the only tracer below autograd
 from torch.utils import _pytree as pytree  # the flattening that torch.export itself uses
 from torch.utils._mode_utils import no_dispatch  # reads a real tensor while a mode is active
@@ -20,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every operati
 
 __all__ = [
     "FakeTensorMode", "FxNode", "TorchDispatchMode", "constant_text", "expression", "flatten",
-    "flatten_with_paths", "hint", "is_fake", "is_size", "make_fx", "node_meta",
-    "one_convolution_kernel", "preserve_meta", "unflatten",
+    "flatten_with_paths", "hint", "is_fake", "is_number", "is_size", "make_fx", "node_meta",
+    "one_convolution_kernel", "preserve_meta", "symbolic_mode", "symbolic_rows", "unflatten",
 ]  # fmt: skip
 
 FxNode: TypeAlias = Any
@@ -73,6 +74,25 @@ def expression(size: Any) -> Any:
 def hint(size: int | torch.SymInt) -> int:
     """The concrete size that the example input had."""
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def symbolic_mode() -> FakeTensorMode:
+    """Tensors without memory, some of whose sizes are symbols."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbolic_shapes.ShapeEnv())
+
+
+def symbolic_rows(mode: FakeTensorMode, tensor: Tensor, rows: bool) -> Tensor:
+    """A fake of a tensor; with `rows` its first size is a symbol, the same for equal sizes."""
+    kinds = [symbolic_shapes.DimDynamic.STATIC] * tensor.dim()
+    if rows:
+        kinds[0] = symbolic_shapes.DimDynamic.DYNAMIC
+    context: Any = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=kinds)
+    return mode.from_tensor(tensor, symbolic_context=context)
+
+
+def is_number(size: int | torch.SymInt) -> bool:
+    """Whether a size is a number, or a symbol that only one number is left for."""
+    return not getattr(expression(size), "free_symbols", ())
 
 
 def is_size(node: FxNode) -> bool:

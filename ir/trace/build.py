@@ -29,6 +29,7 @@ from ir.trace.fixed_batch import with_reason
 from ir.trace.fold import Record, Recorder, families, named_state
 from ir.trace.joint import Segment, differentiable_outputs, differentiate
 from ir.trace.masks import recognise_masks
+from ir.trace.positions import check_positions
 from ir.trace.segment import canonical, common_path, live_nodes, segment, split
 from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of
 from ir.workers import ahead
@@ -52,11 +53,12 @@ def trace(
     leaves, batch = leaves_of(model, args, kwargs)
     step = Step(model, args, kwargs, loss)
     title = name or type(model).__name__
-    first = None
+    first: CaptureError | None = None
     for candidate in _batch_guesses(leaves):
         try:
             with one_convolution_kernel():
-                return with_reason(_Builder(step, candidate, batch, title).graph(), step, leaves)
+                graph = _Builder(step, candidate, batch, title).graph()
+                return with_reason(graph, step, leaves, first)
         except CaptureError as error:
             first = first or error
         except ShardwrightError:
@@ -129,10 +131,10 @@ class _Builder:
             for i, (n, leaf) in enumerate(zip(self.input_names, self.leaves, strict=True))
         ]
         metrics = tuple(zip(self.step.report.metrics, outputs[1:], strict=True))
-        return recognise_masks(Graph(
+        return check_positions(recognise_masks(Graph(
             self.title, tuple(inputs), tuple(state), tuple(blocks), tuple(calls), outputs[0],
             metrics, tuple(dict.fromkeys(guards)), tuple(self.notes),
-        ))  # fmt: skip
+        )))  # fmt: skip
 
     # capture
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import sympy
@@ -23,8 +24,8 @@ from torch import Tensor, fx, nn
 from ir.errors import CaptureError, ShardwrightError
 from ir.graph import BATCH
 from ir.trace.adapters import FakeTensorMode, expression, make_fx, preserve_meta
-from ir.trace.interpret import Lift
-from ir.trace.source import OWN_HOME, TORCH_HOME, source_of
+from ir.trace.interpret import Lift, unlifted
+from ir.trace.source import OWN_HOME, PYTHON_HOME, TORCH_HOME, source_of
 
 
 @dataclass
@@ -94,19 +95,26 @@ def _functional(
     _refuse_hidden_writes(module)
     holders = [node for node in module.graph.nodes if node.op == "placeholder"]
     fakes = [node.meta["val"] for node in holders]
-
-    def run(*tensors: Tensor) -> Any:
-        with preserve_meta():
-            return Lift(module).run(*tensors)
-
     mode = next(f.fake_mode for f in fakes if hasattr(f, "fake_mode"))
+    counter = [0]
     with mode, torch.no_grad():
-        flat = make_fx(torch.func.functionalize(run, remove="mutations"))(*fakes)
+        flat = _lifted(module, fakes, counter)
+        if unlifted(flat.graph):
+            flat = _lifted(flat, fakes, counter)
     nodes = [node for node in flat.graph.nodes if node.op == "placeholder"]
     for node, fake in zip(nodes, fakes, strict=True):
         node.meta["val"] = fake
     origin = {new.name: old.name for new, old in zip(nodes, holders, strict=True)}
     return _bind(program, flat, origin, batch_dims, mode)
+
+
+def _lifted(module: fx.GraphModule, fakes: list[Tensor], counter: list[int]) -> fx.GraphModule:
+    def run(*tensors: Tensor) -> Any:
+        with preserve_meta():
+            return Lift(module, counter=counter).run(*tensors)
+
+    flat: fx.GraphModule = make_fx(torch.func.functionalize(run, remove="mutations"))(*fakes)
+    return flat
 
 
 def _bind(
@@ -196,10 +204,12 @@ def explain(error: BaseException, module: nn.Module) -> CaptureError:
 
 def place_of(error: BaseException, module: nn.Module) -> str:
     """The user's module and line that an error comes from."""
-    frames = [
-        (frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
-        if not _foreign(frame.f_code.co_filename)
-    ]  # fmt: skip
+    return place_in(traceback.walk_tb(error.__traceback__), module)
+
+
+def place_in(frames: Iterable[tuple[FrameType, int]], module: nn.Module) -> str:
+    """The user's module and line among frames, the innermost of which is the last."""
+    frames = [(f, line) for f, line in frames if not _foreign(f.f_code.co_filename)]
     if not frames:
         return "the model"
     names = {id(part): path for path, part in module.named_modules()}
@@ -216,7 +226,9 @@ def place_of(error: BaseException, module: nn.Module) -> str:
 
 
 def _foreign(file: str) -> bool:
-    return file.startswith((TORCH_HOME, OWN_HOME, "<"))
+    return file.startswith((TORCH_HOME, OWN_HOME, "<")) or (
+        file.startswith(PYTHON_HOME) and "site-packages" not in file
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -19,7 +19,8 @@ from ir.errors import CaptureError
 from ir.graph import Block, Node, Ref, TensorType, needed
 from ir.names import Namer
 from ir.trace.adapters import FxNode, expression
-from ir.trace.normal import FILLS, IDENTITY, NEUTRAL, VIEW, WHOLE, aten
+from ir.trace.dropouts import DRAWS
+from ir.trace.normal import COPIES, FILLS, IDENTITY, NEUTRAL, VIEW, WHOLE, aten
 from ir.trace.source import source_of
 
 DROPPED = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
@@ -88,11 +89,7 @@ def _writes(node: FxNode) -> bool:
 def _refuse_random(node: FxNode) -> None:
     """Random numbers from a generator would differ between ranks, and when recomputed."""
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        raise CaptureError(
-            f"{source_of(node)} draws random numbers ({node.target}), which would differ from rank "
-            "to rank. Only torch.nn.functional.dropout is drawn the same in every layout; pass "
-            "other noise in as an input."
-        )
+        raise CaptureError(f"{source_of(node)}: {node.target} {DRAWS}")
 
 
 class Converter:
@@ -102,6 +99,7 @@ class Converter:
                  needs: list[bool], carries: list[bool]):  # fmt: skip
         self.sizes = sizes
         self.names: dict[fx.Node, str] = {}
+        self.memory: dict[fx.Node, fx.Node] = {}
         self.tuples: dict[fx.Node, tuple[str, ...]] = {}
         self.types: dict[str, TensorType] = {}
         self.nodes: list[Node] = []
@@ -176,8 +174,14 @@ class Converter:
             return
         if node.target in IDENTITY or self._is_noop(node, value):
             self.names[node] = self.names[node.args[0]]
+            if node.target not in COPIES:
+                self.memory[node] = self._owner(node.args[0])
             return
         self._emit(node, value)
+
+    def _owner(self, node: fx.Node) -> fx.Node:
+        """The node whose memory this one is, as far as both have one name."""
+        return self.memory.get(node, node)
 
     def _is_noop(self, node: FxNode, value: Any) -> bool:
         neutral = NEUTRAL.get(node.target)
@@ -211,8 +215,8 @@ class Converter:
         else:
             self.tuples[node] = outputs
         if _writes(node):
-            old = self.names[node.args[0]]
-            self.names.update({n: outputs[0] for n, name in self.names.items() if name == old})
+            self.memory[node] = held = self._owner(node.args[0])
+            self.names.update({n: outputs[0] for n in self.names if self._owner(n) is held})
 
     def _word(self, node: fx.Node) -> str:
         """A product or sum made by a module is named after the module, else after the operation."""

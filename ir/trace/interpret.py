@@ -14,12 +14,20 @@ import torch
 from torch import Tensor, fx
 
 from ir.errors import CaptureError
-from ir.trace.adapters import FxNode
+from ir.trace.adapters import FxNode, is_number
+from ir.trace.dropouts import DRAWS, Dropouts
 from ir.trace.library import ops
 from ir.trace.lift import LIFTS, matmul
+from ir.trace.lift_layers import LAYERS
+from ir.trace.lift_losses import LOSSES, POINTWISE
 from ir.trace.source import source_of
 
 aten = torch.ops.aten
+ATTENTION = aten.scaled_dot_product_attention.default
+COPY = aten.copy_.default
+RULES = LIFTS | LOSSES | LAYERS
+REWRITTEN = RULES.keys() - {*POINTWISE, aten.embedding.default}
+"""What the rules leave none of."""
 RECURRENT = {
     aten.lstm.input, aten.lstm.data, aten.gru.input, aten.gru.data, aten.rnn_tanh.input,
     aten.rnn_tanh.data, aten.rnn_relu.input, aten.rnn_relu.data, aten.gru_cell.default,
@@ -63,7 +71,7 @@ class AttentionLift:
             scores = scores + mask
         weights = torch.softmax(scores, -1)
         if dropout_p:
-            weights = self.interpreter.dropout(weights, dropout_p)
+            weights = self.interpreter.dropouts.plain(weights, dropout_p)
         return matmul(weights, v)
 
 
@@ -76,29 +84,35 @@ def _four(mask: Tensor) -> list[int]:
 
 
 class Lift(fx.Interpreter):
-    """Runs an exported graph through `LIFTS`."""
+    """Runs an exported graph through `RULES`."""
 
     def __init__(self, module: fx.GraphModule, *, counter: list[int] | None = None,
                  no_grad: bool = False):  # fmt: skip
         super().__init__(module)
-        self.counter = counter if counter is not None else [0]
+        self.dropouts = Dropouts(counter if counter is not None else [0])
         self.no_grad = no_grad
+        self.free: list[int | torch.SymInt] = []
         self.extra_traceback = False
         self.attention = AttentionLift(self)
-
-    def dropout(self, x: Tensor, p: float, train: bool = True) -> Tensor:
-        if not train or p == 0:
-            return x
-        self.counter[0] += 1
-        out: Tensor = ops.dropout(x, float(p), self.counter[0])
-        return out
 
     def run_node(self, n: FxNode) -> Any:
         """Runs one node; a refusal names the module and line that it comes from."""
         try:
-            return super().run_node(n)
+            if n.users and _draws(n.target) and n.target not in self.dropouts.rules:
+                raise CaptureError(f"{n.target} {DRAWS}")
+            out = super().run_node(n)
+            if any(map(is_number, self.free)):
+                raise CaptureError(f"{n.target} fixes the number of rows to {int(self.free[0])}")
+            return out
         except CaptureError as error:
             raise CaptureError(f"can't capture {source_of(n)}: {error}") from error
+
+    def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Notes sizes that may be any number: an operation that fixes one is refused."""
+        value = super().placeholder(target, args, kwargs)
+        if isinstance(value, Tensor):
+            self.free += [size for size in value.shape[:1] if not is_number(size)]
+        return value
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.rewrite(target, args, kwargs)
@@ -108,9 +122,9 @@ class Lift(fx.Interpreter):
         if target in (aten._assert_tensor_metadata.default, aten._assert_async.msg,
                       aten._assert_scalar.default, aten.sym_constrain_range_for_size.default):
             return None  # fmt: skip
-        if target is aten.dropout.default:
-            return self.dropout(*args, **kwargs)
-        if target is aten.scaled_dot_product_attention.default:
+        if target in self.dropouts.rules:
+            return self.dropouts.rules[target](*args, **kwargs)
+        if target is ATTENTION:
             return self.attention(*args, **kwargs)
         if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
             return self.region(not args[0], args[1], args[2:])
@@ -121,10 +135,15 @@ class Lift(fx.Interpreter):
                 f"{target} is a fused recurrent layer: its backward depends on the device's "
                 "library, so it can't be cut or moved. Write the recurrence with plain operations."
             )
-        return LIFTS.get(target, target)(*args, **kwargs)
+        if target in RULES:
+            return RULES[target](*args, **kwargs)
+        plain = _without_writing(target)
+        if plain is None or all(map(is_number, args[0].shape)):
+            return target(*args, **kwargs)
+        return args[0].copy_(plain(*args, **kwargs))
 
     def region(self, no_grad: bool, module: fx.GraphModule, operands: tuple[Any, ...]) -> Any:
-        inner = Lift(module, counter=self.counter, no_grad=no_grad or self.no_grad)
+        inner = Lift(module, counter=self.dropouts.counter, no_grad=no_grad or self.no_grad)
         return inner.run(*operands)
 
     def autocast(self, device_type: str, dtype: Any, enabled: bool, cache: Any,
@@ -137,10 +156,34 @@ class Lift(fx.Interpreter):
         return self.region(self.no_grad, module, operands)
 
 
+def unlifted(graph: fx.Graph) -> bool:
+    """Whether a call is left that a rule would change, or that writes into what it reads: torch
+    makes both when it takes an operation apart that has no rule."""
+    calls = (n for n in graph.nodes if n.op == "call_function")
+    return any(
+        n.target in REWRITTEN or (_mutates(n.target) and n.args[0].op != "placeholder")
+        for n in calls
+    )
+
+
+def _draws(target: Any) -> bool:
+    seeded = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    return seeded and target not in RULES and target not in (ATTENTION, *RECURRENT)
+
+
 def _detached(out: Any) -> Any:
     if isinstance(out, Tensor):
         return out.detach()
     return type(out)(map(_detached, out)) if isinstance(out, (list, tuple)) else out
+
+
+def _without_writing(target: Any) -> Any:
+    """What `add` is to `add_`, or None: torch can't write in place where a size is a symbol."""
+    name = target._schema.name.removeprefix("aten::") if _mutates(target) else ""
+    if not name.endswith("_") or name.endswith("__") or target is COPY:
+        return None
+    packet = getattr(aten, name.removesuffix("_"), None)
+    return getattr(packet, target._overloadname, None)
 
 
 def _mutates(target: Any) -> bool:

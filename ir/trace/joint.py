@@ -10,13 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
+from ir.errors import CaptureError
 from ir.graph import Block
-from ir.trace.adapters import is_size, make_fx, node_meta, preserve_meta
+from ir.trace.adapters import expression, is_size, make_fx, node_meta, preserve_meta
 from ir.trace.convert import Converter
 from ir.trace.normal import replay_target
+from ir.trace.source import source_of
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,13 @@ class Segment:
 def replay(segment: Segment, values: list[Tensor]) -> list[Tensor]:
     """Runs the segment's nodes on the given input tensors."""
     env: dict[fx.Node, Any] = dict(zip(segment.inputs, values, strict=True))
+    own = {
+        expression(size): size for value in values for size in value.shape
+        if isinstance(size, torch.SymInt)
+    }  # fmt: skip
 
     def load(node: fx.Node) -> Any:
-        return env[node] if node in env else node.meta["val"]
+        return env[node] if node in env else _size(node.meta["val"], own)
 
     for node in segment.nodes:
         if not is_size(node):
@@ -41,6 +48,18 @@ def replay(segment: Segment, values: list[Tensor]) -> list[Tensor]:
             with node_meta(node):
                 env[node] = replay_target(node.target)(*args, **kwargs)
     return [env[node] for node in segment.outputs]
+
+
+def _size(value: Any, own: dict[Any, Any]) -> Any:
+    """A size computed before, as a multiple of one that the tracer knows: of a tensor at hand."""
+    formula = expression(value)
+    if not isinstance(formula, sympy.Basic) or formula in own:
+        return own.get(formula, value)
+    for known, size in own.items():
+        share = formula / known
+        if share.is_Rational:
+            return size * int(share.p) // int(share.q)
+    return value
 
 
 def differentiable_outputs(segment: Segment, needs: list[bool]) -> list[bool]:
@@ -75,9 +94,51 @@ def differentiate(
         return outputs, list(grads)
 
     with _mode(segment):
-        joint = make_fx(step)(fakes, tangents)
+        try:
+            joint = make_fx(step)(fakes, tangents)
+        except RuntimeError as error:
+            raise _refusal(segment, error) from error
     converter = Converter(joint.graph, sizes, input_names, needs, carries)
     return converter.block(name)
+
+
+def _refusal(segment: Segment, error: RuntimeError) -> Exception:
+    """Names the first call whose derivative fails by itself; else the error as it is."""
+    said = _first_line(error)
+    for node in segment.nodes:
+        alone = Segment((node,), tuple(node.all_input_nodes), (node,))
+        if _derivative_fails(alone) == said:
+            source = source_of(node)
+            return CaptureError(
+                f"can't capture {source}: the derivative of {source.function or node.target} can't "
+                f"be traced ({said[:200]}). Write it with plain operations."
+            )
+    return error
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _derivative_fails(alone: Segment) -> str:
+    """What torch says about the derivative of one call, empty if nothing."""
+    if not all(isinstance(node.meta.get("val"), Tensor) for node in alone.inputs):
+        return ""  # a size, or one of several results, which has none of its own
+    floats = [node.meta["val"].is_floating_point() for node in alone.inputs]
+
+    def gradients(*values: Tensor) -> Any:
+        with torch.enable_grad():
+            leaves = _primals(list(values), floats)
+            out: Any = replay(alone, leaves)[0]
+            first = out if isinstance(out, Tensor) else out[0]
+            wanted = [leaf for leaf, used in zip(leaves, floats, strict=True) if used]
+            return torch.autograd.grad(first.sum(), wanted, allow_unused=True)
+
+    try:
+        make_fx(gradients)(*_fakes(alone))
+    except RuntimeError as error:
+        return _first_line(error)
+    return ""
 
 
 def _fakes(segment: Segment) -> list[Tensor]:

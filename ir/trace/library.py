@@ -177,6 +177,43 @@ def _normalize_gradient(
 normalize.register_autograd(_normalize_gradient, setup_context=_normalize_setup)
 
 
+@custom_op("shardwright::resample", mutates_args=())
+def resample(x: Tensor, kind: str, size: list[int], align: bool, scales: list[float]) -> Tensor:
+    """x [rows, channels, ...] interpolated to `size`; `kind` is the name of torch's operation."""
+    raise RuntimeError("resample is only traced here")
+
+
+@resample.register_fake
+def _(x: Tensor, kind: str, size: list[int], align: bool, scales: list[float]) -> Tensor:
+    return x.new_empty([*x.shape[:2], *size])
+
+
+@custom_op("shardwright::resample_backward", mutates_args=())
+def resample_backward(
+    grad: Tensor, kind: str, size: list[int], align: bool, scales: list[float]
+) -> Tensor:
+    """The gradient of an input of `size` after rows and channels."""
+    raise RuntimeError("resample is only traced here")
+
+
+@resample_backward.register_fake
+def _(grad: Tensor, kind: str, size: list[int], align: bool, scales: list[float]) -> Tensor:
+    return grad.new_empty([*grad.shape[:2], *size])
+
+
+def _resample_setup(ctx: Context, inputs: Any, output: Any) -> None:
+    x, ctx.kind, _, ctx.align, ctx.scales = inputs
+    ctx.size = list(x.shape[2:])
+
+
+def _resample_gradient(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    back = ops.resample_backward(grad, ctx.kind, ctx.size, ctx.align, ctx.scales)
+    return back, None, None, None, None
+
+
+resample.register_autograd(_resample_gradient, setup_context=_resample_setup)
+
+
 @custom_op("shardwright::dropout", mutates_args=())
 def dropout(x: Tensor, p: float, op: int) -> Tensor:
     """The mask is a function of (seed, step, op, global element index): see `runtime.random`."""

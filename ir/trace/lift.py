@@ -2,7 +2,8 @@
 
 `LIFTS` has one rule per ATen operation: a function of the call's arguments that computes the same
 with `shardwright::einsum`, `cross_entropy`, `normalize`, elementwise operations, sums and views.
-`ir.trace.interpret` runs a graph through it; attention and dropout, which count, are there.
+`ir.trace.interpret` runs a graph through it and the tables of `lift_losses` and `lift_layers`;
+attention is there, dropout in `dropouts`.
 """
 
 from __future__ import annotations
@@ -21,17 +22,23 @@ aten = torch.ops.aten
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
-LIFTS: dict[Any, Callable[..., Any]] = {}
 
 
-def lifts(*targets: Any) -> Callable[[Rule], Rule]:
-    """Registers a rewrite for the named ATen overloads."""
+class Rules(dict[Any, Callable[..., Any]]):
+    """A rewrite for each ATen overload that has one."""
 
-    def register(rule: Rule) -> Rule:
-        LIFTS.update(dict.fromkeys(targets, rule))
-        return rule
+    def of(self, *targets: Any) -> Callable[[Rule], Rule]:
+        """Registers the function below as the rewrite of the named overloads."""
 
-    return register
+        def register(rule: Rule) -> Rule:
+            self.update(dict.fromkeys(targets, rule))
+            return rule
+
+        return register
+
+
+LIFTS = Rules()
+lifts = LIFTS.of
 
 
 # matrix products
@@ -228,6 +235,31 @@ def std_dim(
     return var_dim(x, dims, unbiased, keepdim).sqrt()
 
 
+@lifts(aten.var_mean.correction)
+def var_mean(x: Tensor, dims: list[int] | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return var(x, dims, **kwargs), mean_dim(x, dims, kwargs.get("keepdim", False))
+
+
+@lifts(aten.std_mean.correction)
+def std_mean(x: Tensor, dims: list[int] | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return std(x, dims, **kwargs), mean_dim(x, dims, kwargs.get("keepdim", False))
+
+
+@lifts(aten.nansum.default)
+def nansum(
+    x: Tensor, dims: list[int] | None = None, keepdim: bool = False, *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    dims = list(range(x.dim())) if not dims else list(dims)
+    return x.masked_fill(x != x, 0).sum(dims, keepdim, dtype=dtype)
+
+
+@lifts(aten.norm.ScalarOpt_dim)
+def norm(x: Tensor, p: float | None, dims: list[int], keepdim: bool = False) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(x, 2 if p is None else p, dims, keepdim)
+    return length
+
+
 @lifts(aten.rms_norm.default)
 def rms_norm(
     x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
@@ -271,64 +303,6 @@ def pad(
         padded: Tensor = aten.pad.default(x, sizes, mode, value)
         return padded
     return constant_pad(x, sizes, 0 if value is None else value)
-
-
-# losses
-
-MEAN, SUM = 1, 2
-
-
-def _reduce(values: Tensor, reduction: int) -> Tensor:
-    if reduction == MEAN:
-        return mean(values)
-    return values.sum() if reduction == SUM else values
-
-
-def _pointwise_loss(target: Any) -> None:
-    @lifts(target)
-    def rule(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Any:
-        names = [a.name for a in target._schema.arguments]
-        bound = dict(zip(names[2:], args, strict=False)) | kwargs
-        reduction = bound.pop("reduction", MEAN)
-        if bound.get("weight") is not None or bound.get("pos_weight") is not None:
-            return target(x, y, *args, **kwargs)
-        return _reduce(target(x, y, reduction=0, **bound), reduction)
-
-
-for _target in (
-    aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
-    aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,
-):  # fmt: skip
-    _pointwise_loss(_target)
-
-
-@lifts(aten.mse_loss.default)
-def mse_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
-    return _reduce((x - y) * (x - y), reduction)
-
-
-@lifts(aten.cross_entropy_loss.default)
-def cross_entropy_loss(
-    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = MEAN,
-    ignore_index: int = -100, label_smoothing: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """The mean divides by the number of rows that count in the whole batch."""
-    plain = weight is None and not label_smoothing and not target.is_floating_point()
-    if not plain:
-        loss: Tensor = aten.cross_entropy_loss.default(
-            x, target, weight, reduction, ignore_index, label_smoothing
-        )
-        return loss
-    shape = target.shape
-    if x.dim() == 1:
-        x, target = x.unsqueeze(0), target.unsqueeze(0)
-    if x.dim() > 2:
-        x, target = x.movedim(1, -1).flatten(0, -2), target.flatten()
-    losses: Tensor = ops.cross_entropy(x, target, ignore_index)[0]
-    if reduction == MEAN:
-        count = (target != ignore_index).sum().to(losses.dtype)
-        return losses.sum() / count
-    return losses.sum() if reduction == SUM else losses.reshape(shape)
 
 
 # operations with several results become several operations with one

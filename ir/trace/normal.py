@@ -73,6 +73,9 @@ IDENTITY = {
 }  # fmt: skip
 """Operations that give back the values of their first input."""
 
+COPIES = {aten.clone.default, aten.lift_fresh_copy.default, aten._to_copy.default}
+"""Those, and casts to the same type, whose result does not change with what is written later."""
+
 VIEW = {
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
     aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.flatten.using_ints,
@@ -85,7 +88,8 @@ FILLS: dict[Any, float | None] = {
     aten.ones.default: 1, aten.ones_like.default: 1, aten.new_ones.default: 1,
     aten.empty.memory_format: 0, aten.empty_like.default: 0, aten.new_empty.default: 0,
     aten.full.default: None, aten.full_like.default: None, aten.new_full.default: None,
-    aten.scalar_tensor.default: None, aten.fill.Scalar: None,
+    aten.scalar_tensor.default: None, aten.fill.Scalar: None, aten.fill_.Scalar: None,
+    aten.zero.default: 0, aten.zero_.default: 0,
 }  # fmt: skip
 """Constant fills and their value; None where the value is an argument. Empty reads as zero."""
 

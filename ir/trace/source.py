@@ -6,6 +6,7 @@ as batch_norm, becomes several nodes; all have its name.
 
 from __future__ import annotations
 
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from ir.trace.adapters import FxNode
 
 TORCH_HOME = str(Path(torch.__file__).parent)
 OWN_HOME = str(Path(__file__).parent)
+PYTHON_HOME = sysconfig.get_path("stdlib")
 
 
 def source_of(node: FxNode) -> Source:

@@ -80,7 +80,20 @@ example("logsumexp.default", (cube, [1], True), 2)
 example("flip.default", (cube, [1]), 2, 1)
 example("tril.default", (cube,), 1, 1)
 example("triu.default", (cube, 1), 1, 1)
-example("roll.default", (cube, [1], [0]), 0, name="unknown to the table")
+example("roll.default", (cube, [1], [0]), 2, 1)
+example("logcumsumexp.default", (cube, 1), 0, name="unknown to the table")
+for op in ("sort.default", "cumprod.default", "prod.dim_int", "any.dim", "all.dim", "median.dim"):
+    example(op, (cube, 1), 2)
+example("topk.default", (cube, 3, -1), 2)
+for op in ("any.default", "all.default", "max.default", "min.default"):
+    example(op, (cube,), 0)
+spots = whole_numbers(N, N, N, N)
+example("gather.default", (cube, 1, spots), 2, 1)
+example("gather.default", (cube, 1, whole_numbers(N, N, 5, N)), 2, 1, name="fewer places")
+example("gather.default", (cube, 1, whole_numbers(N, 6, 5, N)), 0, name="of some rows only")
+example("scatter.src", (cube, -1, torch.sort(real(N, N, N), -1)[1], real(N, N, N)), 2)
+example("scatter.value", (cube, 0, spots, 0.5), 2)
+example("scatter_add.default", (cube, 1, spots, real(N, N, N)), 2, 1)
 
 grid = real(N, 5, N)
 SMOOTH = (grid, real(N, 5, N))
@@ -133,7 +146,23 @@ for dims, x in (("2d", image), ("3d", volume)):
     windows(f"avg_pool{dims}", (x, two),
             (half, x, two, two, [0] * count, False, True, None), 1)  # fmt: skip
     windows(f"_adaptive_avg_pool{dims}", (x, list(half.shape[2:])), (half, x), 1)
+    most, at = getattr(torch.ops.aten, f"adaptive_max_pool{dims}").default(x, [2] * count)
+    windows(f"adaptive_max_pool{dims}", (x, [2] * count), (real(*most.shape), x, at), 0)
+    strides = ([2] * 3, [0] * 3) if count == 3 else ()
+    example(f"max_unpool{dims}.default", (most, at, list(x.shape[2:]), *strides), 2, 1)
+for dims, x in (("1d", real(N, N, 6)), ("2d", image), ("3d", volume)):
     for name in ("reflection_pad", "replication_pad"):
-        edges = [1, 2] + [1, 0] * (count - 1)
+        edges = [1, 2] + [1, 0] * (x.dim() - 3)
         padded = functional.pad(x, edges)
         windows(f"{name}{dims}", (x, edges), (torch.randn_like(padded), x, edges), 1)
+
+window = ([2, 2], [1, 1], [0, 0], [2, 2])
+columns = functional.unfold(image, 2, stride=2)
+example("im2col.default", (image, *window), 1, 1)
+example("col2im.default", (columns, [6, 4], *window), 1, 1)
+for dims, x, places in (("2d", image, real(N, 5, 3, 2)), ("3d", volume, real(N, 5, 3, 2, 3))):
+    seen = functional.grid_sample(x, places.tanh(), align_corners=True)
+    example(f"grid_sampler_{dims}.default", (x, places.tanh(), 0, 0, True), 2, 1)
+    back = (torch.randn_like(seen), x, places.tanh(), 0, 0, True)
+    example(f"grid_sampler_{dims}_backward.default", (*back, [True, True]), 2, 1)
+    example(f"grid_sampler_{dims}_backward.default", (*back, [False, True]), 2, 1, name="grid only")

@@ -160,6 +160,25 @@ for shape, last, cuts in (((N, 5, N), 1, 1), ((N, N, N), 1, 2), ((N, N, N), 2, 1
             name=f"last {last} of {shape}")  # fmt: skip
 
 
+def resample(x: Tensor, kind: str, size: tuple, align: bool, scales: tuple) -> Any:
+    mode = {"upsample_nearest2d": "nearest", "upsample_bilinear2d": "bilinear"}[kind]
+    settings = {} if mode == "nearest" else {"align_corners": align}
+    return functional.interpolate(x, size, mode=mode, **settings)
+
+
+def resample_backward(grad: Tensor, kind: str, size: tuple, align: bool, scales: tuple) -> Any:
+    x = torch.zeros(*grad.shape[:2], *size, dtype=grad.dtype, requires_grad=True)
+    y = resample(x, kind, grad.shape[2:], align, scales)
+    return torch.autograd.grad(y, x, grad)[0]
+
+
+for kind in ("upsample_nearest2d", "upsample_bilinear2d"):
+    rest = (kind, (6, 8), True, ())
+    example("resample", (real(N, N, 3, 4), *rest), 2, 1, right=resample, name=kind)
+    example("resample_backward", (real(N, N, 3, 4), *rest), 2, 1, right=resample_backward,
+            name=kind)  # fmt: skip
+
+
 def cross_entropy(logits: Tensor, target: Tensor, ignore: int) -> Any:
     losses = functional.cross_entropy(logits, target, ignore_index=ignore, reduction="none")
     return losses, logits.logsumexp(-1)

@@ -51,5 +51,5 @@ def test_every_row_has_an_example() -> None:
 
 
 def test_an_operation_without_a_row_stays_whole() -> None:
-    assert not op_def("roll.default").known
+    assert not op_def("logcumsumexp.default").known
     assert op_def("exp.default").known

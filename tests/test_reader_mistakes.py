@@ -1,0 +1,152 @@
+"""What a user mistypes or stops early: one plain message, and the right exit code."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import checking
+import shardwright
+from checking import check
+from ir.errors import CaptureError
+from ir.trace import trace
+from ir.yaml_values import load_yaml
+from runtime.models import Loaded
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = {first}, nn.Linear(8, 1)
+    def forward(self, x):
+        return self.last(self.first(x)).square().mean()
+
+def build():
+    torch.manual_seed(0)
+    return Net(), ({batch},), {{}}
+"""
+IMAGES = MODEL.format(first="nn.Linear(8, 8)", batch="torch.randn(12, 8)")
+TOKENS = MODEL.format(first="nn.Embedding(9, 8)", batch="torch.randint(9, (12, 5))")
+SLOW_TORCH = "import time\nopen('begun', 'w').close()\ntime.sleep(60)\n"
+
+
+@pytest.fixture
+def command(capsys):
+    def run(*words):
+        try:
+            code = shardwright.main([str(word) for word in words])
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def write(folder, text):
+    file = folder / "net.py"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize("flag", ["--pin", "--out", "--trace", "--cluster"])
+def test_an_empty_value_is_a_usage_error(command, tmp_path, flag):
+    words = ["plan", write(tmp_path, IMAGES), "--cluster", "local:1", flag, ""]
+    code, out, error = command(*words)
+    assert code == 2 and not out and f"argument {flag}: nothing stands behind it" in error
+
+
+def test_a_colon_without_a_function_says_what_is_missing(command, tmp_path):
+    file = write(tmp_path, IMAGES)
+    code, _, error = command("plan", f"{file}:", "--cluster", "local:1")
+    assert code == 2 and "a function's name is missing behind the colon" in error
+    assert f"{file}:build" in error
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_missing(command, tmp_path):
+    code, _, error = command("run", tmp_path / "nosuch")
+    assert code == 2 and f"there is no folder {tmp_path / 'nosuch'}" in error
+
+
+def test_a_limit_that_planned_nothing_says_so(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("planner.search.monotonic", iter(range(0, 10**6, 100)).__next__)
+    words = ["--cluster", "local:1", "--time-limit", "1"]
+    code, _, error = command("plan", write(tmp_path, IMAGES), *words)
+    assert code == 3 and "within 1 s: of " in error and "none was planned" in error
+
+
+@pytest.mark.parametrize(("text", "word"), [(IMAGES, "samples"), (TOKENS, "tokens")])
+def test_speed_is_in_what_a_model_trains_on(tmp_path, text, word):
+    words = ["run", write(tmp_path, text), "--cluster", "local:1", "--steps", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwright", *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and f" {word}/s" in done.stdout, done.stderr
+
+
+def test_numbers_with_an_exponent_are_numbers(tmp_path):
+    file = tmp_path / "values.yaml"
+    file.write_text("a: 1e-9\nb: -2E+3\nc: 1.5e3\nd: [.5e1, 3e2]\nname: 1e9x\nhex: e5\n")
+    values = load_yaml(file)
+    assert values == {"a": 1e-9, "b": -2e3, "c": 1.5e3, "d": [5.0, 300.0], "name": "1e9x",
+                      "hex": "e5"}  # fmt: skip
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text(SLOW_TORCH)
+    path = os.pathsep.join([str(tmp_path), str(Path(shardwright.__file__).parent)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import signal, shardwright_command as c;"
+         "signal.signal(signal.SIGINT, signal.default_int_handler); raise SystemExit(c.main())"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, error) == (130, "shardwright: interrupted\n")
+
+
+class Positions(nn.Module):
+    """A table of 8 positions, the first `skipped` of which are never read."""
+
+    def __init__(self, skipped):
+        super().__init__()
+        self.skipped = skipped
+        self.tokens, self.places = nn.Embedding(11, 6), nn.Embedding(8, 6)
+
+    def forward(self, ids):
+        places = torch.arange(ids.shape[1]).unsqueeze(0) + self.skipped
+        return (self.tokens(ids) + self.places(places)).square().mean()
+
+
+@pytest.mark.parametrize(("skipped", "longest"), [(0, 8), (2, 6)])
+def test_more_positions_than_the_table_has_are_refused(skipped, longest):
+    def ids(length):
+        return (torch.zeros(4, length, dtype=torch.long),)
+
+    trace(Positions(skipped), ids(longest))
+    read = rf"reads {longest + skipped + 1} positions, and its table has 8.*at most {longest},"
+    with pytest.raises(CaptureError, match=rf"places \(.*{read}"):
+        trace(Positions(skipped), ids(longest + 1))
+
+
+def test_a_check_that_agrees_trains_no_further_copies(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("no copy is needed")
+
+    monkeypatch.setattr(checking, "nudged", refuse)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    loaded = Loaded(model, (torch.randn(4, 4),), {}, lambda y: y.square().mean(), "net")
+    (found,) = check(loaded, 2, pin={"data": 2})
+    assert found["status"] == "ok"

@@ -33,7 +33,7 @@ from planner.explanation import Explanation, explain_request
 from planner.pins import KEYS, check_pins, parse_pins, read_pins
 from planner.timeline import simulate_plan
 from planner.trials import Pinned, Request, Trials
-from runtime.arguments import count, filled
+from runtime.arguments import count
 
 REFUSED = 3
 TIME_LIMIT_S = 120
@@ -167,9 +167,9 @@ def add_explain_command(commands: Any) -> None:
     for flag in (*DECISIONS, "--plan"):
         command.add_argument(flag, **FLAGS[flag])
     why_not = "only what these decisions would cost, such as tensor=4 or schedule=gpipe,zero=1"
-    command.add_argument("--why-not", type=filled, metavar="KEY=VALUE,...", help=why_not)
+    command.add_argument("--why-not", metavar="KEY=VALUE,...", help=why_not)
     what_if = f"only what a change of the cluster would bring: {FORMS}"
-    command.add_argument("--what-if", type=filled, metavar="KEY=VALUE,...", help=what_if)
+    command.add_argument("--what-if", metavar="KEY=VALUE,...", help=what_if)
     command.add_argument(
         "--time-limit", type=count, default=TIME_LIMIT_S, metavar="SECONDS",
         help="all planning ends then; what was not tried is said (default %(default)s)",

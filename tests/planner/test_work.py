@@ -11,7 +11,7 @@ from ir.lower import Degrees
 from ir.spmd import lower_all
 from ir.variants import variants
 from planner.attention_time import attention_s
-from planner.calibrated import Calibrated, cost_model
+from planner.calibrated import Calibrated, Paces, cost_model
 from planner.cost import CostModel, Roofline
 from planner.fusion import groups
 from planner.kernels import matmul_s, memory_s
@@ -76,7 +76,7 @@ def test_attention_is_read_from_its_operands() -> None:
     assert work.attention == AttentionShape(2, 8, 2, 128, 256, 64, True)
     assert Calibrated(H100, Mesh()).compute_s(work) == attention_s(
         DEVICE, batch=2, heads=8, kv_heads=2, queries=128, keys=256, head_dim=64,
-        dtype="bfloat16", causal=True, kernel="unfused",
+        dtype="bfloat16", causal=True, kernel="unfused", pace=Paces().hopper,
     )  # fmt: skip
 
 

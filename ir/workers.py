@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import inf
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -98,7 +98,8 @@ class Workers:
         shares = self._shares(requests)
         for number, (_, pipe) in enumerate(self._copies, start=1):
             if shares[number]:
-                pipe.send(([(n, requests[n][1]) for n in shares[number]], until_s))
+                with suppress(OSError):  # of a copy that was killed: `_received` answers instead
+                    pipe.send(([(n, requests[n][1]) for n in shares[number]], until_s))
         told = [_told(self.serve, n, requests[n][1], until_s) for n in shares[0]]
         self._busy_s[0] += sum(seconds for *_, seconds in told)
         for number in range(1, len(self._copies) + 1):

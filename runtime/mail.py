@@ -35,7 +35,8 @@ class Mail:
             for source, steps in enumerate(lists)
             if source != self._here
         }
-        self._channels = _open_channels(self._pairs(lists[self._here]), mesh, transport)
+        pairs = set[tuple[int, int]]().union(*map(self._pairs, lists))
+        self._channels = _open_channels(pairs, mesh, transport)
         self._due: dict[int, deque[Message]] = {}
         self._there: dict[Message, torch.Tensor] = {}
 
@@ -77,7 +78,7 @@ class Mail:
         return transfer.shape, transfer.dtype
 
     def _pairs(self, steps: tuple[object, ...]) -> set[tuple[int, int]]:
-        """(source rank, target rank) of every channel that this rank uses."""
+        """(source rank, target rank) of every channel that a rank of these steps uses."""
         messages = [step.message for step in steps if isinstance(step, (Receive, Send))]
         pairs = {(self._homes[m.source], self._homes[m.target]) for m in messages}
         return {(source, target) for source, target in pairs if source != target}
@@ -95,9 +96,11 @@ def all_links(layout: Layout) -> tuple[Link, ...]:
 def _open_channels(
     pairs: set[tuple[int, int]], mesh: Mesh, transport: Transport
 ) -> dict[tuple[int, int], Channel]:
-    """Opened in one order on all ranks."""
-    line = mesh.shape.line(mesh.rank, "pipeline")
-    return {
-        (source, target): transport.channel(line[source], line[target])
-        for source, target in sorted(pairs)
-    }
+    """Those of this rank, of `pairs` of the whole line; in one order on all ranks."""
+    line, here, channels = mesh.shape.line(mesh.rank, "pipeline"), mesh.pipeline.index, {}
+    for source, target in sorted(pairs):
+        if here in (source, target):
+            channels[source, target] = transport.channel(line[source], line[target])
+        else:
+            transport.stand_by()
+    return channels

@@ -78,6 +78,9 @@ class ProcessTransport:
     def group(self, ranks: tuple[int, ...]) -> "ProcessGroup":
         return ProcessGroup(_new_group(ranks), ranks.index(self.rank), len(ranks))
 
+    def stand_by(self) -> None:
+        _new_group((self.rank,))
+
     def channel(self, source: int, target: int) -> "ProcessChannel":
         peer = target if self.rank == source else source
         return ProcessChannel(_new_group((source, target)), peer, self.device)
@@ -171,7 +174,8 @@ def from_bytes(row: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A new group of these ranks; only they call this, in the same order on each of them."""
+    """A new group of these ranks; only they call this, after as many groups on each of them: torch
+    names it by its ranks and that number."""
     group = dist.new_group(sorted(ranks), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -177,11 +177,13 @@ def sharing_groups(layout: Layout, mesh: Mesh, transport: Transport) -> SharingG
     wanted = {ranks for entry in layout.state if len(ranks := sharing_ranks(entry)) > 1}
     here = mesh.pipeline.index
     line = mesh.shape.line(mesh.rank, "pipeline")
-    return {
-        ranks: transport.group(tuple(line[rank] for rank in ranks))
-        for ranks in sorted(wanted)
-        if here in ranks
-    }
+    groups = {}
+    for ranks in sorted(wanted):
+        if here in ranks:
+            groups[ranks] = transport.group(tuple(line[rank] for rank in ranks))
+        else:
+            transport.stand_by()
+    return groups
 
 
 def sharing_ranks(entry: StateEntry) -> tuple[int, ...]:

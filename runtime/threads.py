@@ -237,6 +237,9 @@ class ThreadTransport:
     def group(self, ranks: tuple[int, ...]) -> ThreadGroup:
         return ThreadGroup(self._world.meeting(ranks), ranks.index(self.rank))
 
+    def stand_by(self) -> None:
+        """Nothing: groups are found by their ranks."""
+
     def channel(self, source: int, target: int) -> Mailbox:
         return self._world.mailbox(source, target)
 

@@ -62,5 +62,9 @@ class Transport(Protocol):
     def group(self, ranks: tuple[int, ...]) -> Group:
         """The group of these ranks, this one among them; each member calls this once."""
 
+    def stand_by(self) -> None:
+        """Called where others on this rank's pipeline line make a group or channel without it, so
+        that all of them have made as many."""
+
     def channel(self, source: int, target: int) -> Channel:
         """The channel from `source` to `target`, one of which is this rank."""

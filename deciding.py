@@ -13,6 +13,7 @@ from math import inf
 from typing import Any
 
 from ir.cluster import Cluster
+from ir.collector import paused_collector
 from ir.errors import Refused, UsageError
 from ir.graph import Graph
 from ir.plan import Plan
@@ -42,6 +43,7 @@ class Asked:
     saved: Plan | None = None
 
 
+@paused_collector()
 def ask(options: argparse.Namespace) -> Asked:
     """What the flags of a command say; what makes no sense is refused before the model is read."""
     saved, cluster = target_of(options)
@@ -84,6 +86,7 @@ def refuse_flags(options: argparse.Namespace, flags: Iterable[str], why: str) ->
             raise UsageError(f"{flag}: {why}")
 
 
+@paused_collector()
 def decide(options: argparse.Namespace) -> tuple[Loaded, Graph, Plan]:
     """The model, its graph, and the plan: read from --plan, or made from the other flags."""
     if getattr(options, "plan", None):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,21 +18,22 @@ from torch import Tensor, fx, nn
 
 from ir.collector import paused_collector
 from ir.errors import CaptureError, ShardwrightError
-from ir.graph import BATCH, Block, Call, Graph, Input, State
+from ir.graph import BATCH, Graph, Input, State
 from ir.names import Namer
 from ir.trace.adapters import FxNode, one_convolution_kernel
 from ir.trace.block import body_nodes, capture_record, last_texts
 from ir.trace.capture import Capture, capture, explain
 from ir.trace.convert import tensor_type
+from ir.trace.copied import meanwhile
 from ir.trace.fixed_batch import with_reason
 from ir.trace.fold import Record, Recorder, families, named_state
-from ir.trace.joint import Segment, differentiable_outputs, differentiate
+from ir.trace.gradients import Piece, blocks_of
+from ir.trace.joint import Segment
 from ir.trace.masks import recognise_masks
 from ir.trace.members import DryRun, refuse_unlike
 from ir.trace.positions import check_positions
-from ir.trace.segment import canonical, common_path, live_nodes, segment, split
+from ir.trace.segment import common_path, live_nodes, segment, split
 from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of
-from ir.workers import ahead
 
 
 @paused_collector()
@@ -88,7 +89,7 @@ def _graph(step: Step, leaves: list[Leaf], batch: int, title: str) -> Graph:
     if not groups:
         return make(Recorder(step.model, groups, batch * factor)).graph()
     dry = DryRun(step, leaves, factor, batch * factor)
-    with ahead(partial(dry.last_texts_of_every, groups)) as last_texts_of_every:
+    with meanwhile(partial(dry.last_texts_of_every, groups)) as last_texts_of_every:
         try:
             builder = make(dry.recorder(groups, "record"))
             graph = builder.graph()
@@ -106,21 +107,6 @@ def _graph(step: Step, leaves: list[Leaf], batch: int, title: str) -> Graph:
     return graph
 
 
-@dataclass
-class _Piece:
-    """A call to be: its segment, and the graph-level values that its inputs and outputs are."""
-
-    segment: Segment
-    sizes: dict[Any, Any]
-    held: list[str]
-    arguments: list[str]
-    results: list[str]
-    path: str
-    name: str
-    input_names: list[str]
-    key: str = ""
-
-
 class _Builder:
     """One trace; see the module's docstring."""
 
@@ -136,7 +122,7 @@ class _Builder:
         self.by_tensor: dict[Any, str] = {}
         self.tensors = dict(named_state(step.model))
         self.updates: dict[str, str] = {}
-        self.pieces: list[_Piece] = []
+        self.pieces: list[Piece] = []
         self.notes: list[str] = []
 
     def graph(self) -> Graph:
@@ -145,7 +131,8 @@ class _Builder:
             if record.variant not in self.captures:
                 self.captures[record.variant] = capture_record(record)
         outputs = self._lay_out(top)
-        blocks, calls, needs = self._differentiate(outputs[0])
+        trainable = {s.name for s in self.state.values() if s.trainable}
+        blocks, calls, needs = blocks_of(self.pieces, trainable, outputs[0])
         guards = [*top.guards, *(g for c in self.captures.values() for g in c.guards)]
         state = [self._final(s, needs) for s in self.state.values()]
         if not any(s.trainable for s in state):
@@ -262,7 +249,7 @@ class _Builder:
         names = [self._local_name(values[n], path) for n in piece.inputs]
         held = [self._held(values[n]) for n in piece.inputs]
         self.pieces.append(
-            _Piece(piece, top.sizes, held, [values[n] for n in piece.inputs],
+            Piece(piece, top.sizes, held, [values[n] for n in piece.inputs],
                    [values[n] for n in outputs], path, path or "main", names)
         )  # fmt: skip
 
@@ -303,7 +290,7 @@ class _Builder:
         held = [self._held(a) for a in arguments]
         name = record.path.rsplit(".", 1)[0]
         self.pieces.append(
-            _Piece(Segment(tuple(nodes), inputs, tuple(outputs)), body.sizes, held, arguments,
+            Piece(Segment(tuple(nodes), inputs, tuple(outputs)), body.sizes, held, arguments,
                    results, record.path, name, names)
         )  # fmt: skip
 
@@ -328,55 +315,6 @@ class _Builder:
         full = self.state[value].names[0]
         relative = full.removeprefix(path + ".") if path else full
         return relative.removeprefix(".")
-
-    # differentiate
-
-    def _differentiate(self, loss: str) -> tuple[list[Block], list[Call], set[str]]:
-        for piece in self.pieces:
-            piece.key = canonical(piece.segment, piece.sizes, piece.held)
-        carrying = self._carrying()
-        wanted = {loss}
-        blocks: list[Block] = []
-        index: dict[Any, int] = {}
-        calls: list[Call] = []
-        namer = Namer()
-        for piece, needs in zip(reversed(self.pieces), reversed(carrying), strict=True):
-            carries = tuple(
-                ok and r in wanted for r, ok in zip(piece.results, needs[1], strict=True)
-            )
-            key = (piece.key, needs[0], carries)
-            if key not in index:
-                index[key] = len(blocks)
-                name = namer(piece.name, default="block")
-                blocks.append(
-                    differentiate(piece.segment, list(needs[0]), list(carries), piece.sizes, name,
-                                  piece.input_names)
-                )  # fmt: skip
-            block = blocks[index[key]]
-            received = dict(zip(block.inputs, piece.arguments, strict=True))
-            wanted |= {received[name] for name, _ in block.gradients}
-            calls.append(
-                Call(index[key], tuple(piece.arguments), tuple(piece.results), piece.path)
-            )
-        order = sorted(range(len(blocks)), key=lambda b: -max(
-            i for i, call in enumerate(calls) if call.block == b))  # fmt: skip
-        rank = {old: new for new, old in enumerate(order)}
-        calls = [Call(rank[c.block], c.arguments, c.results, c.path) for c in reversed(calls)]
-        return [blocks[i] for i in order], calls, wanted
-
-    def _carrying(self) -> list[tuple[tuple[bool, ...], tuple[bool, ...]]]:
-        """Per piece: which inputs need a gradient, which outputs carry one."""
-        carrying: set[str] = {s.name for s in self.state.values() if s.trainable}
-        known: dict[Any, tuple[bool, ...]] = {}
-        found = []
-        for piece in self.pieces:
-            needs = tuple(argument in carrying for argument in piece.arguments)
-            key = (piece.key, needs)
-            if key not in known:
-                known[key] = tuple(differentiable_outputs(piece.segment, list(needs)))
-            found.append((needs, known[key]))
-            carrying |= {r for r, c in zip(piece.results, known[key], strict=True) if c}
-        return found
 
     def _final(self, state: State, wanted: set[str]) -> State:
         trainable = state.trainable and state.name in wanted

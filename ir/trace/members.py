@@ -40,13 +40,8 @@ class DryRun:
 
     def last_texts_of_every(self, groups: Groups) -> dict[int, str] | None:
         """`last_texts` after every member was run; None if equal calls do not do the same."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # in a copy of a process, more would wait for ever
-        try:
-            records = self.recorder(groups, "every").records
-            return last_texts(records) if _do_the_same(records) else None
-        finally:
-            torch.set_num_threads(threads)
+        records = self.recorder(groups, "every").records
+        return last_texts(records) if _do_the_same(records) else None
 
     def _run(self, recorder: Recorder, phase: str, factor: int) -> None:
         inputs = [self.mode.from_tensor(leaf.example(factor)) for leaf in self.leaves]

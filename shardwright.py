@@ -44,6 +44,7 @@ from deciding import (
 )
 from explaining import add_explain_command, explain
 from ir.cluster import Cluster
+from ir.collector import paused_collector
 from ir.errors import UsageError
 from ir.graph import Graph
 from ir.plan import Plan
@@ -179,6 +180,7 @@ def _report(options: argparse.Namespace, error: Exception | str, code: int) -> i
     return code
 
 
+@paused_collector()
 def _plan_command(options: argparse.Namespace) -> int:
     files = [Path(name) for name in (options.out, options.trace) if name]
     if len({file.resolve() for file in files}) < len(files):
@@ -194,6 +196,7 @@ def _plan_command(options: argparse.Namespace) -> int:
     return OK
 
 
+@paused_collector()
 def _emit_command(options: argparse.Namespace) -> int:
     if not options.out:
         raise UsageError("say where to write the program with --out FOLDER")

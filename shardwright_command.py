@@ -18,6 +18,7 @@ def main() -> int:
     try:
         with paused_collector():
             from shardwright import main as run
+            gc.freeze()
     except KeyboardInterrupt:
         print("shardwright: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -8,7 +8,7 @@ less than `planner.frontier` says, and what a device holds is cut evenly over th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -64,7 +64,7 @@ class LeastCosts:
     shardings_of: Callable[[Candidate], Shardings]
     lowered_of: Callable[[int, int, int], Sequence[Lowered]]
     menus_of: Callable[[Candidate], Pieces]
-    known_blocks: dict[tuple[int, int, int, float, bool], BlockBound] = field(default_factory=dict)
+    known_blocks: dict[tuple[Hashable, ...], BlockBound] = field(default_factory=dict)
     known_totals: dict[tuple[int, int], LeastTotals] = field(default_factory=dict)
     known_kept: dict[tuple[int, int, bool], Kept] = field(default_factory=dict)
     known_frontiers: dict[tuple[int, bool], tuple[Frontier, ...]] = field(default_factory=dict)
@@ -215,13 +215,19 @@ class LeastCosts:
         ranks = candidate.mesh.pipeline
         parts = candidate.mesh.data if candidate.zero else 1
         once = 1 / ranks, 1 / ranks / parts, exchange_s / ranks
-        rates = (*(weights[phase] for phase in PHASES), *once)
+        summed = max(0.0, weights["late move"]) * self.sums(candidate)
+        rates = (*(weights[phase] for phase in PHASES), *once, summed)
         totals = self._totals(candidate)
         return totals.at(rates) if exact else totals.rough(rates)
 
     def total_s(self, candidate: Candidate) -> float:
         """Of one micro-batch through all blocks, whose boundaries agree."""
-        return self._totals(candidate).at(EVENLY)
+        return self._totals(candidate).at((*EVENLY[:-1], float(self.sums(candidate))))
+
+    def sums(self, candidate: Candidate) -> bool:
+        """Whether what gradients take to add up is told apart; not on a measured machine, where
+        tensors of several blocks can take less together."""
+        return candidate.micro_batches > 1 and self.cluster.calibration is None
 
     def _totals(self, candidate: Candidate) -> LeastTotals:
         key = (candidate.mesh.tensor, candidate.rows)
@@ -296,11 +302,12 @@ class LeastCosts:
     def _block(
         self, candidate: Candidate, number: int, exchange_s: float, *, exact: bool
     ) -> BlockBound:
-        key = (candidate.mesh.tensor, candidate.rows, number, exchange_s, exact)
+        sums = exact and self.sums(candidate)
+        key = (candidate.mesh.tensor, candidate.rows, number, exchange_s, exact, sums)
         if key not in self.known_blocks:
             self.known_blocks[key] = block_bound(
                 self.shardings_of(candidate), number, self.work.early[number], exact=exact,
-                exchange_s=exchange_s,
+                exchange_s=exchange_s, sums=sums,
             )  # fmt: skip
         return self.known_blocks[key]
 

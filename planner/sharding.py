@@ -38,9 +38,9 @@ class ShardingResult:
 class Shardings:
     """Every sharding of a model at one tensor degree and number of rows.
 
-    `early`: per variant the values that are made once per step. The program is built once, and
-    its relaxation solved again from the last solution; it mostly is integral, else the integer
-    program is solved.
+    `early`: per variant the values that are made once per step; `copied`: views that copy. The
+    program is built once, and its relaxation solved again from the last solution; it mostly is
+    integral, else the integer program is solved.
     """
 
     graph: Graph
@@ -48,6 +48,7 @@ class Shardings:
     degrees: Degrees
     cost: CostModel
     early: Sequence[Collection[str]] = ()
+    copied: Sequence[Collection[str]] = ()
     habits: Habits | None = None
 
     @cached_property
@@ -63,7 +64,7 @@ class Shardings:
         return ShardingProgram(
             self.graph, self.kinds, self.degrees, self.cost, habits=self.habits,
             twice=self.habits is not None, early=self.early,
-            prices=() if self.habits else self.prices,
+            prices=() if self.habits else self.prices, copied=self.copied,
         )  # fmt: skip
 
     @cached_property

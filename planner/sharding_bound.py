@@ -18,8 +18,9 @@ from planner.sharding import Shardings
 from planner.solver import Model, Relaxation, Term, Variable
 
 Rates: TypeAlias = tuple[float, ...]
-RATES = (*PHASES, "once", "update", "trained")
-"""How often each phase, what is done once, updating, and a byte of parameters count."""
+RATES = (*PHASES, "once", "update", "trained", "summed")
+"""How often each phase, what is done once, updating, a byte of parameters, and what adding up
+gradients takes beyond an even cut count."""
 ONCE = ("early", "once", "update")
 EVENLY: Rates = tuple(float(name in PHASES and name != "early") for name in RATES)
 """Every phase of a micro-batch once."""
@@ -44,22 +45,22 @@ class BlockBound:
 
 def block_bound(
     shardings: Shardings, number: int, early: Collection[str], *, exact: bool,
-    exchange_s: float = 0.0,
+    exchange_s: float = 0.0, sums: bool = False,
 ) -> BlockBound:  # fmt: skip
     """The curve of one variant; unless `exact`, a point: every node by its fastest strategy, and
-    no state. `early` values cost nothing, a byte of parameters `exchange_s` per micro-batch."""
+    no state. `early` values cost nothing, a byte of parameters `exchange_s` per micro-batch;
+    `sums`: gradients are added up."""
     node_s = shardings.prices[number].least_s() | dict.fromkeys(early, 0.0)
     if not exact:
         return BlockBound(Frontier(((sum(node_s.values()), 0.0),), ()), node_s)
     prices = PRICES if len(shardings.kinds[number].calls) > 1 else FEW_PRICES
-    return BlockBound(frontier(_Held(shardings, number, exchange_s), prices), node_s)
+    return BlockBound(frontier(_Held(shardings, number, exchange_s, sums), prices), node_s)
 
 
 @dataclass
 class LeastTotals:
     """Lower bounds of the least sum over all calls, whose blocks agree on what goes between them,
-    at given rates: how often each of `PHASES` counts, what is done once per step, updating, and the
-    bytes of parameters.
+    at given `RATES`.
 
     A choice takes some seconds (or bytes) y of each kind, and rates * y in all. So no choice takes
     less at some rates than the least rates * y with the known totals kept at all other rates, and
@@ -131,7 +132,8 @@ class LeastTotals:
     @cached_property
     def _rows(self) -> list[list[Term]]:
         program = self.shardings.built.program
-        return [*program.each.values(), program.once, program.update, program.trained]
+        once = program.once, program.update, program.trained
+        return [*program.each.values(), *once, program.summed]
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class _Held:
     shardings: Shardings
     number: int
     exchange_s: float
+    sums: bool
 
     def priced(self, price_s: float) -> tuple[float, float, float]:
         program = self.shardings.built.program
@@ -149,6 +152,8 @@ class _Held:
         if self.exchange_s:
             trained = program.trained_of.get(self.number, [])
             seconds += [(self.exchange_s * size, v) for size, v in trained]
+        if self.sums:
+            seconds += program.summed_of.get(self.number, [])
         held = [(size, v) for _, size, v in program.held.get(self.number, [])]
         terms = [*seconds, *((price_s * size, v) for size, v in held)]
         found = self.shardings.relaxation.minimum(terms, only={v for _, v in terms})

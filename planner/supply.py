@@ -23,6 +23,7 @@ from planner.pieces import Pieces, best_menu, priced, whole, with_menus
 from planner.pins import Candidate, Pins
 from planner.rank_costs import Place, fastest, least_cost, place_of, rank_costs
 from planner.sharding import ShardingResult, Shardings
+from planner.storage import copied_views
 from planner.workload import Workload
 
 
@@ -109,7 +110,10 @@ class Supply:
         if key not in self.known_shardings:
             work, cost = self.work, self.cost(candidate.mesh)
             degrees = Degrees(candidate.rows, 1, candidate.mesh.tensor, 1)
-            self.known_shardings[key] = Shardings(work.graph, work.kinds, degrees, cost, work.early)
+            copied = [copied_views(block) for block in self.alone(candidate.rows).lowered]
+            self.known_shardings[key] = Shardings(
+                work.graph, work.kinds, degrees, cost, work.early, copied
+            )
         return self.known_shardings[key]
 
     def _sharding(self, candidate: Candidate, price_s: float) -> ShardingResult:

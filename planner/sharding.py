@@ -74,13 +74,14 @@ class Shardings:
 
     def cheapest(
         self, micro_batches: int, byte_price_s: float = 0.0, *, exchange_s: float = 0.0,
-        sends: Sequence[Term] = (), gap: float = 0.001,
+        pieces: int = 1, sends: Sequence[Term] = (), gap: float = 0.001,
     ) -> ShardingResult:  # fmt: skip
         """The sharding of the least seconds per micro-batch, when a byte of parameters, gradients
         and optimizer state that is held costs so many, and a byte that is trained `exchange_s`
-        per step on the data axis; with `sends` between pipeline ranks."""
+        per step on the data axis; `pieces`: that ZeRO cuts state into; with `sends` between
+        pipeline ranks."""
         program = self.built.program
-        terms = [*program.cost(micro_batches, byte_price_s, exchange_s), *sends]
+        terms = [*program.cost(micro_batches, byte_price_s, exchange_s, pieces), *sends]
         solution = self.relaxation.minimum(terms)
         if not solution.is_integral:
             program.model.minimise(terms)

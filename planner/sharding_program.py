@@ -30,7 +30,7 @@ from planner.cost import CostModel
 from planner.node_prices import NodePrices
 from planner.phases import Phase, node_phases, update_s
 from planner.ports import Port, Ports, connect, options
-from planner.sharding_terms import Move, Terms, Use
+from planner.sharding_terms import CLASS, Move, Terms, Use
 from planner.solver import Variable
 
 HELD_TENSORS = 3
@@ -132,7 +132,7 @@ class ShardingProgram:
         calls = len(self.kinds[owner].calls)
         self.program.trained_of.setdefault(owner, []).append((trained_bytes / calls, variable))
         self.program.held.setdefault(owner, []).append(
-            (f"class {number}", kept_bytes / calls, variable)
+            (f"{CLASS} {number}", kept_bytes / calls, variable)
         )
 
     def _options(self, number: int, *, stored: bool) -> tuple[Placement, ...]:
@@ -289,11 +289,21 @@ class ShardingProgram:
             paid[key] = variable = self.program.model.variable(0, 1)
             seconds = self._reshard_s(number, name, a, b)
             if once:
-                times = len(self.kinds[number].calls)
-                self.program.once.append((seconds * times, variable))
+                self._spend_once(number, seconds, variable, on_pieces=b == REPLICATE)
             else:
                 self._spend(number, name, seconds, variable, phase)
         return paid[key]
+
+    def _spend_once(
+        self, number: int, seconds: float, variable: Variable, *, on_pieces: bool
+    ) -> None:
+        """Seconds of every call of a variant, once per step."""
+        total = (seconds * len(self.kinds[number].calls), variable)
+        if on_pieces:
+            self.program.update.append(total)
+            return
+        self.program.once.append(total)
+        self.program.once_of.setdefault(number, []).append((seconds, variable))
 
     def _reshard_s(self, number: int, name: str, a: Placement, b: Placement) -> float:
         key = (number, name, a, b)

@@ -122,13 +122,14 @@ class Supply:
         count, exchange_s = candidate.micro_batches, self.least.state.exchange_s(candidate)
         mesh = candidate.mesh
         cut = (mesh, candidate.stages) if mesh.pipeline > 1 else None
-        key = (mesh.tensor, candidate.rows, count, price_s, exchange_s, cut)
+        pieces = mesh.data if candidate.zero else 1
+        key = (mesh.tensor, candidate.rows, count, price_s, exchange_s, pieces, cut)
         if key not in self.known_sharded:
             found = self.shardings(candidate)
             cost = self.cost(mesh)
             sends = send_terms(found.built, self.work.variant_of, candidate, cost)
             self.known_sharded[key] = found.cheapest(
-                count, price_s, exchange_s=exchange_s, sends=sends
+                count, price_s, exchange_s=exchange_s, pieces=pieces, sends=sends
             )
         return self.known_sharded[key]
 

@@ -15,6 +15,7 @@ import argparse
 import json
 import logging
 import os
+import select
 import signal
 import tempfile
 import threading
@@ -24,7 +25,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -129,12 +130,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # a refusal says what torch would log
     try:
         with _orderly_termination():
-            return options.run(options)
+            code: int = options.run(options)
+            sys.stdout.flush()
+            return code
     except KeyboardInterrupt:
         return INTERRUPTED
     except _Terminated:
         return TERMINATED
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+    except BrokenPipeError:
+        if not _has_lost_reader(sys.stdout):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except OSError as error:
@@ -146,6 +151,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(code, int):
             raise
         return _report(options, error, code)
+
+
+def _has_lost_reader(stream: TextIO) -> bool:
+    """Whether a stream is a pipe whose reader, such as `head`, has seen enough and is gone."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)  # what is looked for is told unasked
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    except (OSError, ValueError):  # a stream without a file, or closed
+        return False
 
 
 class _Terminated(BaseException):

@@ -52,6 +52,7 @@ from ir.topology import CPU
 from ir.trace import trace
 from ir.whole_file import check_writable
 from planner import plan as plan_graph
+from planner.limits import check_processes, check_time_limit
 from planner.pins import check_pins, read_pins
 from planner.timeline import simulate_plan
 from planner.trace_file import write_trace
@@ -85,6 +86,8 @@ def plan(
     args, kwargs = call_arguments(batch)
     cluster = cluster_of(cluster)
     check_pins(read_pins(pin), cluster.n_devices, global_batch)
+    check_time_limit(time_limit_s)
+    check_processes(processes)
     graph = trace(model, args, kwargs, loss=loss)
     check_fixed_batch(graph, pin, cluster)
     made = plan_graph(
@@ -130,9 +133,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # a refusal says what torch would log
     try:
         with _orderly_termination():
-            code: int = options.run(options)
+            code = options.run(options)
             sys.stdout.flush()
-            return code
+        return int(code)
     except KeyboardInterrupt:
         return INTERRUPTED
     except _Terminated:

@@ -19,23 +19,24 @@ micro-batch counts and prices of memory.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
 
-from ir.graph import Graph, Node
+from ir.graph import Graph
 from ir.layout import REPLICATE, Layout, Placement, Shard
 from ir.lower import Degrees
 from ir.reshard import possible, step
-from ir.strategies import Strategy
 from ir.variants import Variant
 from planner.cost import CostModel
 from planner.node_prices import NodePrices
-from planner.phases import PHASES, Phase, node_phases, update_s
+from planner.phases import Phase, node_phases, update_s
 from planner.ports import Port, Ports, connect, options
-from planner.solver import Model, Term, Variable
+from planner.sharding_terms import CLASS, Move, Terms, Use
+from planner.solver import Variable
 
 HELD_TENSORS = 3
 """A parameter and two tensors of optimizer state; its gradient is priced where it is made."""
+SEVERAL = 2
+"""Micro-batches, so that gradients are added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,52 +54,6 @@ class Habits:
     cut_activations: bool = False
 
 
-_Move: TypeAlias = "tuple[int, str, Placement, Placement, bool, Phase]"
-"""(variant, value, from, to, whether backward does it again, phase)."""
-
-
-@dataclass
-class _Program:
-    """The model under construction and its variables. What all calls take: `each`, seconds per
-    micro-batch, by phase; `once`, seconds per step, and `update`, of all parameters; `sizes`,
-    bytes held; `trained`, bytes of parameters. `of_call`: per variant, what one call takes in one
-    micro-batch; `held`: per variant, (tensor, bytes, variable) of the state of one call, one
-    variable of each tensor being chosen; `trained_of`: the same, of parameters alone."""
-
-    model: Model = field(default_factory=Model)
-    each: dict[Phase, list[Term]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
-    once: list[Term] = field(default_factory=list)
-    update: list[Term] = field(default_factory=list)
-    sizes: list[Term] = field(default_factory=list)
-    trained: list[Term] = field(default_factory=list)
-    of_call: dict[int, list[Term]] = field(default_factory=dict)
-    held: dict[int, list[tuple[str, float, Variable]]] = field(default_factory=dict)
-    trained_of: dict[int, list[Term]] = field(default_factory=dict)
-    chosen: dict[tuple[int, Node], list[tuple[Strategy, Variable]]] = field(default_factory=dict)
-    layouts: dict[int, list[tuple[Placement, Variable]]] = field(default_factory=dict)
-    paid: dict[_Move, Variable | None] = field(default_factory=dict)
-
-    def cost(
-        self, micro_batches: int, byte_price_s: float, exchange_s: float = 0.0
-    ) -> list[Term]:
-        """Seconds per micro-batch, with so many seconds for a byte that is held, and for one that
-        is trained, per step."""
-        terms = (*self.each["early"], *self.once, *self.update)
-        once = [(seconds / micro_batches, v) for seconds, v in terms]
-        if exchange_s:
-            once += [(size * exchange_s / micro_batches, v) for size, v in self.trained]
-        held = [(size * byte_price_s, v) for size, v in self.sizes] if byte_price_s else []
-        each = [term for phase in PHASES[:-1] for term in self.each[phase]]
-        return [*each, *once, *held]
-
-    def spend(
-        self, number: int, seconds: float, times: float, variable: Variable, phase: Phase
-    ) -> None:
-        """Seconds of every call of a variant, per micro-batch, which occurs so many times."""
-        self.each[phase].append((seconds * times, variable))
-        self.of_call.setdefault(number, []).append((seconds, variable))
-
-
 def _moves(*, late: bool, prompt: bool) -> tuple[Phase, ...]:
     """When a value may be resharded for the weights' half, or for what comes before; `prompt`: it
     is needed there as well."""
@@ -112,19 +67,21 @@ class ShardingProgram:
 
     `twice`: what forward reshards is not kept: backward does it again. `early`: values of each
     variant that are made once per step, before the first micro-batch. `prices`: of each variant's
-    nodes, where they are known.
+    nodes, where they are known. `copied`: views of each variant that have to copy what they view,
+    unless it was just moved.
     """
 
     def __init__(
         self, graph: Graph, kinds: tuple[Variant, ...], degrees: Degrees, cost: CostModel,
         *, habits: Habits | None = None, twice: bool = False, early: Sequence[Collection[str]] = (),
-        prices: Sequence[NodePrices] = (),
+        prices: Sequence[NodePrices] = (), copied: Sequence[Collection[str]] = (),
     ) -> None:  # fmt: skip
         self.graph, self.kinds, self.degrees, self.cost = graph, kinds, degrees, cost
         self.habits, self.twice = habits or Habits(), twice
-        self.early = early or ((),) * len(kinds)
+        self.early, self.copied = (found or ((),) * len(kinds) for found in (early, copied))
+        self.known_reshards: dict[tuple[int, str, Placement, Placement], float] = {}
         self.ports: Ports = connect(graph, kinds)
-        self.program = _Program()
+        self.program = Terms()
         numbers = range(len(kinds))
         self._classes()
         self.prices = [*prices] or [self._node_prices(n) for n in numbers]
@@ -175,7 +132,7 @@ class ShardingProgram:
         calls = len(self.kinds[owner].calls)
         self.program.trained_of.setdefault(owner, []).append((trained_bytes / calls, variable))
         self.program.held.setdefault(owner, []).append(
-            (f"class {number}", kept_bytes / calls, variable)
+            (f"{CLASS} {number}", kept_bytes / calls, variable)
         )
 
     def _options(self, number: int, *, stored: bool) -> tuple[Placement, ...]:
@@ -251,7 +208,8 @@ class ShardingProgram:
                 for option, variable in row:
                     need.setdefault(option.operands[position], []).append(variable)
                 when = _moves(late=late, prompt=name in prompt)
-                self._link(number, name, have[name], need, backward, when=when)
+                use = Use(number, name, node, phases[node], backward, when=when)
+                self._link(use, have[name], need)
             results = [name for name in node.outputs if name in variant.block.types]
             for k, name in enumerate(results):
                 made: dict[Placement, list[Variable]] = {}
@@ -273,20 +231,18 @@ class ShardingProgram:
         return {p: [v] for p, v in self.program.layouts[self.ports.of_value[port]]}
 
     def _link(
-        self, number: int, name: str, have: dict[Placement, list[Variable]],
-        need: dict[Placement, list[Variable]], backward: bool, once: bool = False,
-        when: Sequence[Phase] = ("move",),
-    ) -> None:  # fmt: skip
-        """(2), (3) and (4) for one use of a value; `once`: per step, not per micro-batch; `when`:
-        in which of the phases that communicate it may be resharded."""
+        self, use: Use, have: dict[Placement, list[Variable]], need: dict[Placement, list[Variable]]
+    ) -> None:
+        """(2), (3) and (4) for one use of a value."""
         if len(have) == 1 and len(need) == 1 and set(have) == set(need):
+            self._find(use, next(iter(have)), None)
             return
         model = self.program.model
         edges = {
             (a, b): model.variable(0, 1)
             for a in have
             for b in need
-            if possible(a, b) and not self._is_moved_weight(number, name, a, b)
+            if possible(a, b) and not self._is_moved_weight(use.number, use.name, a, b)
         }
         for a, variables in have.items():
             row = [(1.0, e) for (x, _), e in edges.items() if x == a]
@@ -295,10 +251,28 @@ class ShardingProgram:
             row = [(1.0, e) for (_, y), e in edges.items() if y == b]
             model.constrain([*row, *((-1.0, v) for v in variables)], 0, 0)
         for (a, b), edge in edges.items():
-            keys: list[_Move] = [(number, name, a, b, backward and self.twice, w) for w in when]
-            paid = [variable for key in keys if (variable := self._paid(key, once)) is not None]
-            if paid:
-                model.constrain([*((1.0, variable) for variable in paid), (-1.0, edge)], 0)
+            if self._reshard_s(use.number, use.name, a, b):
+                self._move(use, a, b, edge)
+            else:
+                self._find(use, a, edge)
+
+    def _find(self, use: Use, have: Placement, edge: Variable | None) -> None:
+        """A value is there in a layout that costs nothing to use, but for a view that copies;
+        always, if no edge is given."""
+        node = use.node
+        if node is None or node.outputs[0] not in self.copied[use.number]:
+            return
+        if edge is None:
+            (_, edge), *_ = self.program.chosen[use.number, node]
+        seconds = self.prices[use.number].copy_s(node, have)
+        self._spend(use.number, node.outputs[0], seconds, edge, use.phase)
+
+    def _move(self, use: Use, have: Placement, want: Placement, edge: Variable) -> None:
+        """(4): it was moved there, in one of the phases where it may be."""
+        twice = use.backward and self.twice
+        keys = [(use.number, use.name, have, want, twice, when) for when in use.when]
+        paid = [(1.0, self._paid(key, use.once)) for key in keys]
+        self.program.model.constrain([*paid, (-1.0, edge)], 0)
 
     def _is_moved_weight(self, number: int, name: str, a: Placement, b: Placement) -> bool:
         """Whether this would communicate state that has to stay where it is stored."""
@@ -307,36 +281,48 @@ class ShardingProgram:
             return False
         return step(a, b) not in (None, "shard")
 
-    def _paid(self, key: _Move, once: bool) -> Variable | None:
-        """Whether a reshard is paid for; None if it costs nothing."""
+    def _paid(self, key: Move, once: bool) -> Variable:
+        """Whether a reshard is paid for."""
         number, name, a, b, _, phase = key
         paid = self.program.paid
         if key not in paid:
-            paid[key] = None
-            if seconds := self._reshard_s(number, name, a, b):
-                paid[key] = variable = self.program.model.variable(0, 1)
-                if once:
-                    times = len(self.kinds[number].calls)
-                    self.program.once.append((seconds * times, variable))
-                else:
-                    self._spend(number, name, seconds, variable, phase)
+            paid[key] = variable = self.program.model.variable(0, 1)
+            seconds = self._reshard_s(number, name, a, b)
+            if once:
+                self._spend_once(number, seconds, variable, on_pieces=b == REPLICATE)
+            else:
+                self._spend(number, name, seconds, variable, phase)
         return paid[key]
 
+    def _spend_once(
+        self, number: int, seconds: float, variable: Variable, *, on_pieces: bool
+    ) -> None:
+        """Seconds of every call of a variant, once per step."""
+        total = (seconds * len(self.kinds[number].calls), variable)
+        if on_pieces:
+            self.program.update.append(total)
+            return
+        self.program.once.append(total)
+        self.program.once_of.setdefault(number, []).append((seconds, variable))
+
     def _reshard_s(self, number: int, name: str, a: Placement, b: Placement) -> float:
-        kind = step(a, b)
-        if kind is None:
-            return 0.0
-        place = self.kinds[number].spread.place[name]
-        layout = Layout(place, a if kind == "all_to_all" else REPLICATE)
-        size_bytes = self.prices[number].bytes_of(name, layout)
-        return self.cost.collective_s(kind, size_bytes, "tensor")
+        key = (number, name, a, b)
+        if key not in self.known_reshards:
+            kind, seconds = step(a, b), 0.0
+            if kind is not None:
+                place = self.kinds[number].spread.place[name]
+                layout = Layout(place, a if kind == "all_to_all" else REPLICATE)
+                size_bytes = self.prices[number].bytes_of(name, layout)
+                seconds = self.cost.collective_s(kind, size_bytes, "tensor")
+            self.known_reshards[key] = seconds
+        return self.known_reshards[key]
 
     def _deliveries(self, number: int) -> None:
         """(6): outputs and gradients arrive in their class' layout; parameters' once per step."""
         block = self.kinds[number].block
         weight = float(len(self.kinds[number].calls))
         for name in block.outputs:
-            self._link(number, name, self.have[name], self._layouts(number, name), False)
+            self._link(Use(number, name), self.have[name], self._layouts(number, name))
         for value, gradient in block.gradients:
             once = self.is_state(number, value)
             kind = "value" if once else "gradient"
@@ -345,17 +331,30 @@ class ShardingProgram:
             target = {
                 p: [v] for p, v in self.program.layouts[self.ports.of_value[number, kind, value]]
             }
-            self._link(number, gradient, self.have[gradient], target, True, once)
+            use = Use(number, gradient, backward=True, once=once)
+            self._link(use, self.have[gradient], target)
 
     def _price_accumulator(self, number: int, value: str, gradient: str, weight: float) -> None:
         """A gradient is accumulated in the layout it is made in: only a cut makes it smaller."""
         size = self.kinds[number].block.types[gradient].bytes(self.degrees.batch)
+        tensor, is_alone = self.degrees.tensor, self.is_alone(number, value)
         for place, variables in self.have[gradient].items():
-            share = self.degrees.tensor if isinstance(place, Shard) else 1
+            share = tensor if isinstance(place, Shard) else 1
             self.program.sizes += [(weight * size / share, v) for v in variables]
-            held = size / (share if self.is_alone(number, value) else self.degrees.tensor)
+            held = size / (share if is_alone else tensor)
             made = self.program.held.setdefault(number, [])
             made += [(gradient, held, v) for v in variables]
+            if held > size / tensor:
+                self._sum(number, self._summed_s(held) - self._summed_s(size / tensor), variables)
+
+    def _summed_s(self, size_bytes: float) -> float:
+        return self.cost.accumulate_s(size_bytes, 1, SEVERAL)
+
+    def _sum(self, number: int, seconds: float, variables: Sequence[Variable]) -> None:
+        """Seconds of a call beyond those of an even cut, in every micro-batch."""
+        calls = len(self.kinds[number].calls)
+        self.program.summed += [(seconds * calls, v) for v in variables]
+        self.program.summed_of.setdefault(number, []).extend((seconds, v) for v in variables)
 
     def is_alone(self, number: int, value: str) -> bool:
         """Whether every state tensor that is this input of a variant has one user."""

@@ -24,7 +24,7 @@ from planner.explanation_text import remedy_text
 from planner.pins import check_pins, parse_pins, read_pins
 from planner.shortage import DoesNotFit
 from planner.trials import Planning, Request, Trials
-from runtime.arguments import count, filled, rate
+from runtime.arguments import count, filled, rate, seconds
 from runtime.batch import tensor_leaves
 from runtime.models import Loaded, load_model
 
@@ -192,8 +192,9 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--micro-batches": {"type": count, "metavar": "M", "help": "fix the pieces of a step"},
     "--pin": {"type": filled, "metavar": "KEY=VALUE,...", "help": PIN},
     "--time-limit": {
-        "type": count, "metavar": "SECONDS",
-        "help": "end the search then, with the best plan so far and its gap",
+        "type": seconds, "metavar": "SECONDS",
+        "help": "end the search, which begins after the model is traced, then: with the best plan "
+        "so far and its gap, or refused if that is too short to plan any",
     },
     "--plan": {
         "type": filled, "metavar": "FILE",

@@ -43,7 +43,7 @@ def connect_processes(device: str | None = None, *, timeout_s: float = 600.0) ->
     if not dist.is_initialized():
         backend = "nccl" if chosen.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    return ProcessTransport(chosen)
+    return ProcessTransport(chosen, timeout_s)
 
 
 def disconnect() -> None:
@@ -68,22 +68,33 @@ def _choose_device(wanted: str | None) -> torch.device:
 
 
 class ProcessTransport:
-    """This process's connection to the others; the default process group must exist."""
+    """This process's connection to the others; the default process group must exist. `timeout_s`:
+    how long any of its groups waits for a rank."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeout_s: float = 600.0) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.device = device
+        self.timeout = timedelta(seconds=timeout_s)
 
     def group(self, ranks: tuple[int, ...]) -> "ProcessGroup":
-        return ProcessGroup(_new_group(ranks), ranks.index(self.rank), len(ranks))
+        return ProcessGroup(self._new_group(ranks), ranks.index(self.rank), len(ranks))
 
     def stand_by(self) -> None:
-        _new_group((self.rank,))
+        self._new_group((self.rank,))
 
     def channel(self, source: int, target: int) -> "ProcessChannel":
         peer = target if self.rank == source else source
-        return ProcessChannel(_new_group((source, target)), peer, self.device)
+        return ProcessChannel(self._new_group((source, target)), peer, self.device)
+
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """A new group of these ranks; only they call this, after as many groups on each of them:
+        torch names it by its ranks and that number."""
+        group = dist.new_group(
+            sorted(ranks), timeout=self.timeout, use_local_synchronization=True
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
 
 class ProcessGroup:
@@ -172,10 +183,3 @@ def from_bytes(row: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The inverse of `as_bytes`, for a tensor of the shape and dtype of `like`."""
     return row.view(like.dtype).reshape(like.shape)
 
-
-def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A new group of these ranks; only they call this, after as many groups on each of them: torch
-    names it by its ranks and that number."""
-    group = dist.new_group(sorted(ranks), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group

@@ -71,6 +71,22 @@ def test_the_rank_that_failed_is_told_and_not_one_that_waited_for_it():
     assert time.monotonic() - began_s < 40
 
 
+def test_a_group_waits_no_longer_than_it_may():
+    began_s = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 0 ended"):
+        run_ranks([sys.executable, __file__, "sleep"], 2)
+    assert time.monotonic() - began_s < 60
+
+
+def sleep():
+    """Rank 1 never comes to what rank 0 waits for."""
+    transport = connect_processes("cpu", timeout_s=10)
+    group = transport.group((0, 1))
+    if transport.rank == 1:
+        time.sleep(120)
+    group.all_reduce(torch.ones(1), "sum")
+
+
 def fail():
     """Rank 1 gives up while rank 0 waits for it."""
     transport = connect_processes("cpu", timeout_s=60)
@@ -94,4 +110,5 @@ def test_a_process_that_was_not_launched_is_told_how(monkeypatch, variables, dev
 
 
 if __name__ == "__main__":
-    run_main(fail if sys.argv[1] == "fail" else lambda: work(sys.argv[1]))
+    tasks = {"fail": fail, "sleep": sleep}
+    run_main(tasks.get(sys.argv[1], lambda: work(sys.argv[1])))

@@ -18,17 +18,19 @@ micro-batch counts and prices of memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
 
 from ir.graph import Graph, Node
-from ir.layout import REPLICATE, Layout, Placement, Shard
+from ir.layout import PARTIAL, REPLICATE, Layout, Placement, Shard
 from ir.lower import Degrees
-from ir.reshard import possible, step
+from ir.reshard import step
 from ir.strategies import Strategy
 from ir.variants import Variant
 from planner.cost import CostModel
+from planner.flows import Move, Use, flows
 from planner.node_prices import NodePrices
 from planner.phases import PHASES, Phase, node_phases, update_s
 from planner.ports import Port, Ports, connect, options
@@ -53,15 +55,11 @@ class Habits:
     cut_activations: bool = False
 
 
-_Move: TypeAlias = "tuple[int, str, Placement, Placement, bool, Phase]"
-"""(variant, value, from, to, whether backward does it again, phase)."""
-
-
 @dataclass
 class _Program:
     """The model under construction and its variables. What all calls take: `each`, seconds per
     micro-batch, by phase; `once`, seconds per step, and `update`, of all parameters; `sizes`,
-    bytes held; `trained`, bytes of parameters. `of_call`: per variant, what one call takes in one
+    bytes held; `trained`, bytes of parameters; `made`, bytes of results. `of_call`: per variant, what one call takes in one
     micro-batch; `held`: per variant, (tensor, bytes, variable) of the state of one call, one
     variable of each tensor being chosen; `trained_of`: the same, of parameters alone."""
 
@@ -71,12 +69,13 @@ class _Program:
     update: list[Term] = field(default_factory=list)
     sizes: list[Term] = field(default_factory=list)
     trained: list[Term] = field(default_factory=list)
+    made: list[Term] = field(default_factory=list)
     of_call: dict[int, list[Term]] = field(default_factory=dict)
     held: dict[int, list[tuple[str, float, Variable]]] = field(default_factory=dict)
     trained_of: dict[int, list[Term]] = field(default_factory=dict)
     chosen: dict[tuple[int, Node], list[tuple[Strategy, Variable]]] = field(default_factory=dict)
     layouts: dict[int, list[tuple[Placement, Variable]]] = field(default_factory=dict)
-    paid: dict[_Move, Variable | None] = field(default_factory=dict)
+    paid: dict[Move, Variable | None] = field(default_factory=dict)
 
     def cost(
         self, micro_batches: int, byte_price_s: float, exchange_s: float = 0.0
@@ -124,7 +123,7 @@ class ShardingProgram:
         self.habits, self.twice = habits or Habits(), twice
         self.early = early or ((),) * len(kinds)
         self.ports: Ports = connect(graph, kinds)
-        self.program = _Program()
+        self.program, self.uses = _Program(), list[Use]()
         numbers = range(len(kinds))
         self._classes()
         self.prices = [*prices] or [self._node_prices(n) for n in numbers]
@@ -133,6 +132,7 @@ class ShardingProgram:
         for number in numbers:
             self._edges(number)
             self._deliveries(number)
+        self._link()
 
     def _node_prices(self, number: int) -> NodePrices:
         whole = self._crossing_leaves(number) if self.habits.whole_activations else ()
@@ -223,8 +223,21 @@ class ShardingProgram:
                 variable = program.model.binary()
                 row.append((option, variable))
                 self._spend(number, node.outputs[0], seconds, variable, phases[node])
+                program.made.append((self._made_bytes(number, node, option), variable))
             program.chosen[number, node] = row
             program.model.constrain([(1.0, v) for _, v in row], 1, 1)
+
+    def _made_bytes(self, number: int, node: Node, option: Strategy) -> float:
+        """Of a node's results in all calls; partial sums count twice, since they have to be added
+        up before they are of use."""
+        variant, prices = self.kinds[number], self.prices[number]
+        names = [name for name in node.outputs if name in variant.block.types]
+        sizes = (
+            prices.bytes_of(name, Layout(variant.spread.place[name], place))
+            * (2 if place == PARTIAL else 1)
+            for name, place in zip(names, option.results, strict=True)
+        )
+        return len(variant.calls) * float(sum(sizes))
 
     def _spend(
         self, number: int, name: str, seconds: float, variable: Variable, phase: Phase
@@ -237,21 +250,20 @@ class ShardingProgram:
             self.program.spend(number, seconds, calls, variable, phase)
 
     def _edges(self, number: int) -> None:
-        """(2) and (3) between nodes, and (6) from the boundary."""
+        """The uses of values by nodes."""
         variant, phases = self.kinds[number], node_phases(self.graph, self.kinds[number])
         have = {name: self._layouts(number, name) for name in self._boundary(number)}
         prompt = {name for n in variant.block.nodes if phases[n] != "weight" for name in n.operands}
         for i, node in enumerate(variant.block.nodes):
-            backward = i >= variant.block.n_forward
+            again = self.twice and i >= variant.block.n_forward
             late = phases[node] == "weight"
             row = self.program.chosen[number, node]
-            names = node.operands
-            for position, name in enumerate(names):
+            for position, name in enumerate(node.operands):
                 need: dict[Placement, list[Variable]] = {}
                 for option, variable in row:
                     need.setdefault(option.operands[position], []).append(variable)
                 when = _moves(late=late, prompt=name in prompt)
-                self._link(number, name, have[name], need, backward, when=when)
+                self.uses.append(Use(number, name, have[name], need, again, when=when))
             results = [name for name in node.outputs if name in variant.block.types]
             for k, name in enumerate(results):
                 made: dict[Placement, list[Variable]] = {}
@@ -272,55 +284,52 @@ class ShardingProgram:
             port = (number, "gradient", tangents[name])
         return {p: [v] for p, v in self.program.layouts[self.ports.of_value[port]]}
 
-    def _link(
-        self, number: int, name: str, have: dict[Placement, list[Variable]],
-        need: dict[Placement, list[Variable]], backward: bool, once: bool = False,
-        when: Sequence[Phase] = ("move",),
-    ) -> None:  # fmt: skip
-        """(2), (3) and (4) for one use of a value; `once`: per step, not per micro-batch; `when`:
-        in which of the phases that communicate it may be resharded."""
-        if len(have) == 1 and len(need) == 1 and set(have) == set(need):
-            return
-        model = self.program.model
-        edges = {
-            (a, b): model.variable(0, 1)
-            for a in have
-            for b in need
-            if possible(a, b) and not self._is_moved_weight(number, name, a, b)
-        }
-        for a, variables in have.items():
-            row = [(1.0, e) for (x, _), e in edges.items() if x == a]
-            model.constrain([*row, *((-1.0, v) for v in variables)], 0, 0)
-        for b, variables in need.items():
-            row = [(1.0, e) for (_, y), e in edges.items() if y == b]
-            model.constrain([*row, *((-1.0, v) for v in variables)], 0, 0)
-        for (a, b), edge in edges.items():
-            keys: list[_Move] = [(number, name, a, b, backward and self.twice, w) for w in when]
-            paid = [variable for key in keys if (variable := self._paid(key, once)) is not None]
-            if paid:
-                model.constrain([*((1.0, variable) for variable in paid), (-1.0, edge)], 0)
+    def _link(self) -> None:
+        """(2), (3) and (4) of all uses. What only one use can pay for needs no variable of (4)."""
+        model, found = self.program.model, [use for use in self.uses if not use.is_settled]
+        linked = [(use, flows(model, use, partial(self._is_allowed, use))) for use in found]
+        shared = Counter(
+            move for use, edges in linked for pair in edges for move in use.moves(*pair)
+        )
+        for use, edges in linked:
+            for pair, variables in edges.items():
+                moves = use.moves(*pair)
+                if len(moves) == 1 and shared[moves[0]] == 1:
+                    for variable in variables:
+                        self._pay(use, moves[0], variable)
+                    continue
+                paid = [v for move in moves if (v := self._paid(use, move)) is not None]
+                if paid:
+                    flow = ((-1.0, variable) for variable in variables)
+                    model.constrain([*((1.0, variable) for variable in paid), *flow], 0)
 
-    def _is_moved_weight(self, number: int, name: str, a: Placement, b: Placement) -> bool:
-        """Whether this would communicate state that has to stay where it is stored."""
-        is_input = name in self.kinds[number].block.inputs
-        if not (self.habits.cut_weights and is_input and self.is_state(number, name)):
-            return False
-        return step(a, b) not in (None, "shard")
+    def _is_allowed(self, use: Use, a: Placement, b: Placement) -> bool:
+        """False where this would communicate state that has to stay where it is stored."""
+        is_input = use.name in self.kinds[use.number].block.inputs
+        if not (self.habits.cut_weights and is_input and self.is_state(use.number, use.name)):
+            return True
+        return step(a, b) in (None, "shard")
 
-    def _paid(self, key: _Move, once: bool) -> Variable | None:
+    def _paid(self, use: Use, move: Move) -> Variable | None:
         """Whether a reshard is paid for; None if it costs nothing."""
-        number, name, a, b, _, phase = key
         paid = self.program.paid
-        if key not in paid:
-            paid[key] = None
-            if seconds := self._reshard_s(number, name, a, b):
-                paid[key] = variable = self.program.model.variable(0, 1)
-                if once:
-                    times = len(self.kinds[number].calls)
-                    self.program.once.append((seconds * times, variable))
-                else:
-                    self._spend(number, name, seconds, variable, phase)
-        return paid[key]
+        if move not in paid:
+            is_free = self._reshard_s(*move[:4]) == 0
+            paid[move] = None if is_free else self.program.model.variable(0, 1)
+            if (variable := paid[move]) is not None:
+                self._pay(use, move, variable)
+        return paid[move]
+
+    def _pay(self, use: Use, move: Move, variable: Variable) -> None:
+        """The seconds of a reshard, as often as a variable says."""
+        number, name, a, b, _, phase = move
+        if not (seconds := self._reshard_s(number, name, a, b)):
+            return
+        if use.once:
+            times = len(self.kinds[number].calls)
+            self.program.once.append((seconds * times, variable))
+        else:
+            self._spend(number, name, seconds, variable, phase)
 
     def _reshard_s(self, number: int, name: str, a: Placement, b: Placement) -> float:
         kind = step(a, b)
@@ -336,7 +345,7 @@ class ShardingProgram:
         block = self.kinds[number].block
         weight = float(len(self.kinds[number].calls))
         for name in block.outputs:
-            self._link(number, name, self.have[name], self._layouts(number, name), False)
+            self.uses.append(Use(number, name, self.have[name], self._layouts(number, name)))
         for value, gradient in block.gradients:
             once = self.is_state(number, value)
             kind = "value" if once else "gradient"
@@ -345,7 +354,8 @@ class ShardingProgram:
             target = {
                 p: [v] for p, v in self.program.layouts[self.ports.of_value[number, kind, value]]
             }
-            self._link(number, gradient, self.have[gradient], target, True, once)
+            have = self.have[gradient]
+            self.uses.append(Use(number, gradient, have, target, again=self.twice, once=once))
 
     def _price_accumulator(self, number: int, value: str, gradient: str, weight: float) -> None:
         """A gradient is accumulated in the layout it is made in: only a cut makes it smaller."""

@@ -59,9 +59,10 @@ class Habits:
 class _Program:
     """The model under construction and its variables. What all calls take: `each`, seconds per
     micro-batch, by phase; `once`, seconds per step, and `update`, of all parameters; `sizes`,
-    bytes held; `trained`, bytes of parameters; `made`, bytes of results. `of_call`: per variant, what one call takes in one
-    micro-batch; `held`: per variant, (tensor, bytes, variable) of the state of one call, one
-    variable of each tensor being chosen; `trained_of`: the same, of parameters alone."""
+    bytes held; `trained`, bytes of parameters; `made`, bytes of results. `of_call`: per variant,
+    what one call takes in one micro-batch; `held`: per variant, (tensor, bytes, variable) of the
+    state of one call, one variable of each tensor being chosen; `trained_of`: the same, of
+    parameters alone."""
 
     model: Model = field(default_factory=Model)
     each: dict[Phase, list[Term]] = field(default_factory=lambda: {phase: [] for phase in PHASES})

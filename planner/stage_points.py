@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 from math import ceil, inf
 from typing import TypeAlias
@@ -36,17 +35,20 @@ class StagePoints:
 
 @dataclass(frozen=True, eq=False)
 class HeldRun:
-    """Blocks of a run on a stage, with what they keep of all micro-batches as if of one; `lines` is
-    shared by those that differ in their number."""
+    """Blocks of a run on a stage, with what they keep of all micro-batches as if of one. `fastest`:
+    the point of the least seconds; of equal ones, of the least bytes. `lines` is shared by those
+    that differ in their number."""
 
     points: tuple[Point, ...]
     count: int
+    fastest: int
     lines: dict[float, _Line | None] = field(default_factory=dict)
 
-    @cached_property
-    def fastest(self) -> int:
-        """The point of the least seconds; of equal ones, of the least bytes."""
-        return min(range(len(self.points)), key=lambda o: _order(self.points[o]))
+    @staticmethod
+    def of(points: tuple[Point, ...], count: int) -> HeldRun:
+        """Blocks at any of these points."""
+        fastest = min(range(len(points)), key=lambda o: _order(points[o]))
+        return HeldRun(points, count, fastest)
 
     def line(self, limit_bytes: float) -> _Line | None:
         """The hull of the points that need no more than the limit to run; None if none does."""
@@ -60,7 +62,7 @@ def held_run(run: Run, held_bytes: Callable[[Point], float]) -> HeldRun:
     points = tuple(
         replace(point, saved_bytes=held_bytes(point), pending_bytes=0.0) for point in run.points
     )
-    return HeldRun(points, 1)
+    return HeldRun.of(points, 1)
 
 
 def stage_points(runs: Sequence[HeldRun], room_bytes: float, gap: float) -> StagePoints | None:

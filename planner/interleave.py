@@ -262,7 +262,7 @@ class _Descent:
         self, rank: int, contents: tuple[Content, ...], moment: Sequence[Held]
     ) -> list[HeldRun]:
         return [
-            replace(self.held(self.alike[rank], r, held), count=count)
+            self.held(self.alike[rank], r, held).of_so_many(count)
             for held, content in zip(moment, contents, strict=True) for r, count in content
         ]  # fmt: skip
 

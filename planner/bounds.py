@@ -9,7 +9,7 @@ Input: a candidate. Output: seconds of a step, at four levels, each closer and s
     (3) the same, by a linear program of its own
     (4) the best cuts into stages, each recomputing what its own memory asks for
 
-What they are made of is in `planner.least_costs`.
+What they are made of is in `planner.least_costs` and `planner.least_problem`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from ir.cluster import Cluster
-from ir.schedules import Held, splits_backward
-from planner.cost import CostModel
+from ir.schedules import splits_backward
 from planner.least_costs import LeastCosts
+from planner.least_problem import LeastProblem
 from planner.phases import PHASES, Phase
 from planner.pins import Candidate
-from planner.price import StateCost
 from planner.rank_bound import least_pace_s
 from planner.schedule import fill_rounds
 from planner.stage_cuts import best_cuts, least_maximum, relaxed_seconds, tail_seconds
-from planner.stage_problem import Point, Run, StageProblem
+from planner.stage_problem import StageProblem
 from planner.workload import Workload
 
 SENDS = 2
@@ -51,11 +50,15 @@ class Bounds:
     def cluster(self) -> Cluster:
         return self.least.cluster
 
+    @property
+    def _problem(self) -> LeastProblem:
+        return LeastProblem(self.least, self.of_ranks)
+
     # (1)
 
     def quick_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the candidate beats, in closed form; infinity if none can fit."""
-        blocks = self.least.blocks(candidate, exact=False)
+        blocks = self.least.blocks(candidate)
         return self._even_s(candidate, [block.curve.corners[0][0] for block in blocks])
 
     def may_fit(self, candidate: Candidate) -> bool:
@@ -94,7 +97,7 @@ class Bounds:
             return 0.0
         kinds = {id(least): least for least in self.of_ranks}
         seconds = {
-            key: [block.curve.corners[0][0] for block in least.blocks(candidate, exact=False)]
+            key: [block.curve.corners[0][0] for block in least.blocks(candidate)]
             for key, least in kinds.items()
         }
         alone = {k: sum(n * t for n, t in zip(calls, s, strict=True)) for k, s in seconds.items()}
@@ -131,7 +134,7 @@ class Bounds:
 
     def _total_s(self, candidate: Candidate) -> float:
         """As `quick_s`, with blocks that agree on what goes between them."""
-        blocks = self.least.blocks(candidate, exact=False)
+        blocks = self.least.blocks(candidate)
         least_s = [block.curve.corners[0][0] for block in blocks]
         return self._even_s(candidate, least_s, self.least.total_s(candidate))
 
@@ -145,7 +148,7 @@ class Bounds:
         cost, state = self.least.cost_of(candidate.mesh), least.state.total(candidate)
         sends_s = (candidate.stages - 1) * SENDS * least.least_send_s(candidate)
         more_s = least.again_s(candidate) + least.beside_s(candidate)
-        more_s += self._added_s(candidate, cost, state)
+        more_s += self._problem.added_s(candidate, cost, state)
         exchange_s = 0.0 if self.cluster.calibration else least.state.exchange_s(candidate)
         once_s = self._latency_s(candidate, exchange_s) / ranks
         return once_s + max(
@@ -164,7 +167,7 @@ class Bounds:
         """By the best cuts into ranks or, for ranks of several stages, the best share of blocks."""
         if candidate.virtual_stages > 1:
             return self._shares_s(candidate)
-        problem, sharing = self._problem(candidate), self._sharing(candidate)
+        problem, sharing = self._problem.of(candidate), self._sharing(candidate)
         seconds, tails = relaxed_seconds(problem), tail_seconds(problem)
         if splits_backward(candidate.schedule):
             return self._split_s(candidate, problem, least_maximum(seconds))
@@ -175,9 +178,7 @@ class Bounds:
         """By the best share of the blocks for ranks of several stages. The exchange of gradients of
         repeated blocks is in their seconds: the slowest rank has its own."""
         least, ranks = self.least, range(candidate.mesh.pipeline)
-        is_one = candidate.mesh.tensor == 1 or candidate.zero > 1 or self.cluster.calibration
-        exchange_s = 0.0 if is_one else least.state.exchange_s(candidate)
-        problem = self._problem(candidate, exchange_s)
+        problem = self._problem.of(candidate, with_exchange=True)
         pace_s = least_pace_s(problem, [least.moments(candidate, rank) for rank in ranks])
         sum_s = least.total_s(candidate) + sum(problem.exposed_send_s(rank) for rank in ranks)
         once_s = sum(run.count * (run.sync_s + run.optimizer_s) for run in problem.runs)
@@ -196,85 +197,6 @@ class Bounds:
             (steady - joint) * ranks * pace_s + self._joint_s(candidate, joint, exact=True)
             for joint in (0.0, most)
         ))  # fmt: skip
-
-    def _problem(self, candidate: Candidate, exchange_s: float = 0.0) -> StageProblem:
-        """`exchange_s`: what a byte of parameters takes per step, if that is to be in the seconds
-        of blocks that repeat."""
-        mesh, cost = candidate.mesh, self.least.cost_of(candidate.mesh)
-        capacity_bytes = (float(cost.capacity_bytes),) * mesh.pipeline
-        unlike: tuple[tuple[Run, ...], ...] = ()
-        if self.of_ranks:
-            capacity_bytes = tuple(
-                float(least.cost_of(mesh).capacity_bytes) for least in self.of_ranks
-            )
-            of_kinds = {id(x): Bounds(x)._runs(candidate, exchange_s) for x in self.of_ranks}
-            unlike = tuple(of_kinds[id(least)] for least in self.of_ranks)
-        return StageProblem(
-            self._runs(candidate, exchange_s, exact=not unlike), mesh.pipeline,
-            candidate.micro_batches, candidate.schedule, capacity_bytes,
-            tuple(
-                candidate.virtual_stages * self.least.send_s(candidate, cost, stage)
-                for stage in range(mesh.pipeline - 1)
-            ),
-            held=tuple(self._held(candidate, rank) for rank in range(mesh.pipeline)),
-            unlike=unlike,
-        )  # fmt: skip
-
-    def _runs(
-        self, candidate: Candidate, exchange_s: float, *, exact: bool = True
-    ) -> tuple[Run, ...]:
-        """What all blocks take at least; `exact`: by shardings, where there are any."""
-        cost, exact = self.least.cost_of(candidate.mesh), exact and candidate.mesh.tensor > 1
-        runs = []
-        for variant, count, state in self.least.state.runs(candidate):
-            added_s = self._added_s(candidate, cost, state) / count
-            added_s += (state.gather_s + state.scatter_s) / count
-            held = state.held_bytes / count
-            points = self._points(candidate, variant, added_s, held, exchange_s, exact=exact)
-            sync_s = state.sync_s
-            if len(self.work.kinds[variant].calls) > 1:
-                sync_s = max(0.0, sync_s - exchange_s * state.summed_bytes)
-            once = sync_s / count, state.update_s / count
-            runs.append(Run(str(variant), count, points, *once))
-        return tuple(runs)
-
-    def _held(self, candidate: Candidate, rank: int) -> tuple[Held, ...]:
-        """At the fullest moments of a rank; of several stages the least."""
-        if candidate.virtual_stages > 1:
-            return (Held(self.least.flights(candidate, rank), 0),)
-        return tuple(moment[0] for moment in self.least.moments(candidate, rank))
-
-    def _added_s(self, candidate: Candidate, cost: CostModel, state: StateCost) -> float:
-        """Gradients added up per micro-batch; nothing on a measured machine, where what tensors of
-        several runs take together can be less than what those of each run do."""
-        if self.cluster.calibration is not None:
-            return 0.0
-        count = candidate.micro_batches
-        return cost.accumulate_s(state.summed_bytes, state.summed_tensors, count)
-
-    def _points(
-        self, candidate: Candidate, variant: int, added_s: float, even_bytes: float,
-        exchange_s: float, *, exact: bool,
-    ) -> tuple[Point, ...]:  # fmt: skip
-        """Every corner of the variant's shardings with every corner of what it keeps, of state no
-        less than if it is cut evenly; `exact`: shardings are told apart."""
-        _, kept = self.least.kept(candidate)[variant]
-        each_s = exchange_s / candidate.micro_batches
-        block = self.least.blocks(candidate, exact=exact, exchange_s=each_s)[variant]
-        working_bytes = self.least.working_bytes(candidate)[variant]
-        part = self.least.state.held_part(candidate) if exact else 0.0
-        splits = splits_backward(candidate.schedule)
-        pending = self.least.pending_bytes(candidate)[variant] if splits else 0.0
-        corners = dict[float, float]()  # the fastest of those that hold as much
-        for base_s, held in block.curve.corners:
-            corners.setdefault(max(even_bytes, held * part), base_s)
-        return tuple(
-            Point(
-                base_s + added_s, again_s, size, held, max(0.0, working_bytes - size),
-                pending_bytes=pending,
-            )
-            for held, base_s in corners.items() for again_s, size in kept
-        )  # fmt: skip
 
 
 def _steady(candidate: Candidate) -> float:

@@ -40,7 +40,7 @@ from planner.rank_costs import CostOf
 from planner.recompute_program import KeptProgram
 from planner.schedule import moments
 from planner.sharding import Shardings
-from planner.sharding_bound import EVENLY, WITH_EARLY, BlockBound, LeastTotals, block_bound
+from planner.sharding_bound import EVENLY, WITH_EARLY, BlockBound, LeastTotals, Rules, block_bound
 from planner.workload import Workload, touched_bytes
 
 KEPT_PRICES = 16
@@ -64,8 +64,9 @@ class LeastCosts:
     shardings_of: Callable[[Candidate], Shardings]
     lowered_of: Callable[[int, int, int], Sequence[Lowered]]
     menus_of: Callable[[Candidate], Pieces]
-    known_blocks: dict[tuple[int, int, int, float, bool], BlockBound] = field(default_factory=dict)
+    known_blocks: dict[tuple[int, int, int, Rules | None], BlockBound] = field(default_factory=dict)
     known_totals: dict[tuple[int, int], LeastTotals] = field(default_factory=dict)
+    known_working: dict[int, list[float]] = field(default_factory=dict)
     known_kept: dict[tuple[int, int, bool], Kept] = field(default_factory=dict)
     known_frontiers: dict[tuple[int, bool], tuple[Frontier, ...]] = field(default_factory=dict)
     known_sends: dict[tuple[Mesh, int], float] = field(default_factory=dict)
@@ -79,17 +80,32 @@ class LeastCosts:
         return LeastState(self.work, self.cost_of)
 
     def working_bytes(self, candidate: Candidate) -> list[float]:
-        """Per variant what its largest node reads and makes, if that is cut evenly; of tensors
-        with rows of the batch, and of all that it reads only the largest."""
-        return [
-            (fixed + each * candidate.rows) / candidate.mesh.tensor for fixed, each in self._working
-        ]
+        """Per variant what its largest node reads, makes and needs while it runs, if that is cut
+        evenly; of tensors with rows of the batch, and of all that it reads only the largest."""
+        rows, tensor = candidate.rows, candidate.mesh.tensor
+        if rows not in self.known_working:
+            times = self.pieces_of(rows).times
+            self.known_working[rows] = [
+                max((
+                    fixed + each * rows + times[number].inner.get(name, (0.0, 0.0))[1]
+                    for name, (fixed, each) in touched
+                ), default=0.0)
+                for number, touched in enumerate(self._touched)
+            ]  # fmt: skip
+        return [most / tensor for most in self.known_working[rows]]
 
     @cached_property
-    def _working(self) -> list[tuple[int, int]]:
-        """Per variant (bytes, bytes per row) of the largest node."""
-        return [max((touched_bytes(kind, n) for n in kind.block.nodes), key=sum, default=(0, 0))
-                for kind in self.work.kinds]  # fmt: skip
+    def _touched(self) -> list[list[tuple[str, tuple[int, int]]]]:
+        """Per variant (first output, (bytes, bytes per row)) of its nodes."""
+        return [
+            [(node.outputs[0], touched_bytes(kind, node)) for node in kind.block.nodes]
+            for kind in self.work.kinds
+        ]
+
+    def inner_bytes(self, candidate: Candidate) -> list[float]:
+        """Per variant what kernels keep by themselves, if that is cut evenly."""
+        times = self.pieces_of(candidate.rows).times
+        return [sum(kept for kept, _ in t.inner.values()) / candidate.mesh.tensor for t in times]
 
     def need_bytes(self, candidate: Candidate) -> float:
         """State and activations of a device, divided evenly, with everything recomputed."""
@@ -163,7 +179,7 @@ class LeastCosts:
 
     def forward_s(self, candidate: Candidate) -> float:
         """Of one micro-batch through all blocks, every node by its fastest strategy."""
-        blocks, kinds = self.blocks(candidate, exact=False), self.work.kinds
+        blocks, kinds = self.blocks(candidate), self.work.kinds
         return sum(
             len(kind.calls) * sum(block.node_s[n.outputs[0]] for n in kind.block.forward)
             for kind, block in zip(kinds, blocks, strict=True)
@@ -215,13 +231,19 @@ class LeastCosts:
         ranks = candidate.mesh.pipeline
         parts = candidate.mesh.data if candidate.zero else 1
         once = 1 / ranks, 1 / ranks / parts, exchange_s / ranks
-        rates = (*(weights[phase] for phase in PHASES), *once)
+        summed = max(0.0, weights["late move"]) * self.sums(candidate)
+        rates = (*(weights[phase] for phase in PHASES), *once, summed)
         totals = self._totals(candidate)
         return totals.at(rates) if exact else totals.rough(rates)
 
     def total_s(self, candidate: Candidate) -> float:
         """Of one micro-batch through all blocks, whose boundaries agree."""
-        return self._totals(candidate).at(EVENLY)
+        return self._totals(candidate).at((*EVENLY[:-1], float(self.sums(candidate))))
+
+    def sums(self, candidate: Candidate) -> bool:
+        """Whether what gradients take to add up is told apart; not on a measured machine, where
+        tensors of several blocks can take less together."""
+        return candidate.micro_batches > 1 and self.cluster.calibration is None
 
     def _totals(self, candidate: Candidate) -> LeastTotals:
         key = (candidate.mesh.tensor, candidate.rows)
@@ -284,24 +306,28 @@ class LeastCosts:
             self.known_moves[key] = found
         return self.known_moves[key]
 
-    def blocks(
-        self, candidate: Candidate, *, exact: bool, exchange_s: float = 0.0
-    ) -> tuple[BlockBound, ...]:
-        """What no sharding of a call of each variant beats; `exchange_s`: what a byte of parameters
-        of a block that repeats takes per micro-batch."""
-        many = [len(kind.calls) > 1 for kind in self.work.kinds]
-        each_s = [exchange_s if repeats else 0.0 for repeats in many]
-        return tuple(self._block(candidate, n, s, exact=exact) for n, s in enumerate(each_s))
+    def blocks(self, candidate: Candidate) -> list[BlockBound]:
+        """Per variant a call with every node by its fastest strategy."""
+        return [self._block(candidate, number, None) for number in range(len(self.work.kinds))]
 
-    def _block(
-        self, candidate: Candidate, number: int, exchange_s: float, *, exact: bool
-    ) -> BlockBound:
-        key = (candidate.mesh.tensor, candidate.rows, number, exchange_s, exact)
+    def curves(
+        self, candidate: Candidate, exchange_s: float = 0.0, once: float = 0.0
+    ) -> list[BlockBound]:
+        """What no sharding of a call of each variant beats. Of blocks that repeat a byte of
+        parameters takes `exchange_s` per micro-batch, and what is done once counts `once`."""
+        state_part, gradient_part = self.state.whole_parts(candidate)
+        alone = Rules(self.sums(candidate), 0.0, 0.0, state_part, gradient_part)
+        repeated = replace(alone, once=once, exchange_s=exchange_s)
+        return [
+            self._block(candidate, number, repeated if len(kind.calls) > 1 else alone)
+            for number, kind in enumerate(self.work.kinds)
+        ]
+
+    def _block(self, candidate: Candidate, number: int, rules: Rules | None) -> BlockBound:
+        key = (candidate.mesh.tensor, candidate.rows, number, rules)
         if key not in self.known_blocks:
-            self.known_blocks[key] = block_bound(
-                self.shardings_of(candidate), number, self.work.early[number], exact=exact,
-                exchange_s=exchange_s,
-            )  # fmt: skip
+            shardings, early = self.shardings_of(candidate), self.work.early[number]
+            self.known_blocks[key] = block_bound(shardings, number, early, rules)
         return self.known_blocks[key]
 
     def _frontiers(self, rows: int, *, hosts: bool) -> tuple[Frontier, ...]:
@@ -339,7 +365,7 @@ class LeastCosts:
             return 1.0
         found = self.pieces_of(candidate.rows)
         alone = self._least_times(found, variant).of
-        least = self.blocks(candidate, exact=False)[variant].node_s
+        least = self.blocks(candidate)[variant].node_s
         names = [node.outputs[0] for node in found.lowered[variant].forward]
         shares = [least[n] * tensor / alone[n].compute_s
                   for n in names if n in least and alone[n].compute_s > 0]  # fmt: skip

@@ -77,17 +77,18 @@ class LeastState:
             found.append((variant, len(calls), StateCost.total(mine)))
         return found
 
-    def held_part(self, candidate: Candidate) -> float:
-        """The least part of a block's held bytes that ZeRO, the optimizer and the host leave: of
-        gradients, or of the `HELD_TENSORS` that the curve counts for a parameter and AdamW's
-        state."""
-        of_state, of_gradient, of_parameter = (
-            candidate.mesh.data if candidate.zero >= stage else 1 for stage in (1, 2, 3)
-        )
-        tensors = 1 / of_parameter
-        if not offloads_optimizer(candidate.offload):
-            tensors += OPTIMIZER_TENSORS[self.work.optimizer] / of_state
-        return min(tensors / HELD_TENSORS, 1 / of_gradient)
+    def whole_parts(self, candidate: Candidate) -> tuple[float, float]:
+        """What ZeRO, the optimizer and the host leave undivided: of the `HELD_TENSORS` that the
+        curve of a block counts for a parameter and AdamW's state, and of gradients."""
+        tensors = 0 if candidate.zero == 3 else 1
+        if candidate.zero == 0 and not offloads_optimizer(candidate.offload):
+            tensors += OPTIMIZER_TENSORS[self.work.optimizer]
+        return min(1.0, tensors / HELD_TENSORS), 0.0 if candidate.zero >= 2 else 1.0
+
+    def divided_bytes(self, candidate: Candidate, state: StateCost) -> int:
+        """What they divide, of so much state that is cut evenly."""
+        of_stages = state.optimizer_bytes, state.gradient_bytes, state.parameter_bytes
+        return sum(of_stages[: candidate.zero])
 
     def trained_bytes(self, candidate: Candidate) -> float:
         """Of all parameters, cut evenly over the tensor axis."""

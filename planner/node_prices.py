@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ir.batch import Spread
 from ir.graph import Node, TensorType
-from ir.layout import REPLICATE, Layout, Placement
+from ir.layout import REPLICATE, Layout, Placement, Shard
 from ir.lower import Degrees, local_type
 from ir.ops import op_def
 from ir.strategies import Strategy, strategies
@@ -72,6 +72,19 @@ class NodePrices:
     def bytes_of(self, name: str, layout: Layout) -> int:
         """Of a value in a layout, on one device."""
         return self._local(name, layout.data, layout.tensor).bytes(1)
+
+    def copy_s(self, node: Node, place: Placement) -> float:
+        """Of a view that copies its operand in a layout; nothing where a dim may be left with one
+        element, since it may be a view then."""
+        name, tensor = node.operands[0], self.degrees.tensor
+        if isinstance(place, Shard):
+            leaf = self.variant.factors.leaf_of(name, place)
+            if leaf is None or self.variant.factors.size[leaf] == tensor:
+                return 0.0
+        data = self._spread.chosen[node]
+        operand = self._local(name, data.operands[0], place)
+        copy = TensorType((operand.elements(1),), operand.dtype)
+        return self.cost.compute_s(work_of(node, [operand], [copy], "memory"))
 
     def _seconds(self, node: Node, batch: Strategy, option: Strategy) -> float:
         made = [name for name in node.outputs if name in self.variant.block.types]

@@ -90,7 +90,7 @@ class Options:
         batch, seconds = self.work.global_batch, []
         for rows in dict.fromkeys((1, min(batch, MANY_ROWS))):
             alone = Candidate(Mesh(), max(1, batch // rows), "1f1b", rows)
-            blocks = zip(self.work.kinds, least.blocks(alone, exact=False), strict=True)
+            blocks = zip(self.work.kinds, least.blocks(alone), strict=True)
             each_s = sum(len(kind.calls) * sum(b.node_s.values()) for kind, b in blocks)
             seconds.append(each_s * batch / rows)
         return min(seconds)

@@ -20,7 +20,7 @@ import numpy as np
 from ir.schedules import Held
 from planner.interleave import least_blocks
 from planner.stage_cuts import Array, indifferent_prices
-from planner.stage_problem import Point, StageProblem
+from planner.stage_problem import Point, Run, StageProblem
 
 MOST_OTHERS = 6
 """Blocks outside the longest run; with more of them there is no bound."""
@@ -101,9 +101,9 @@ class _Shares:
 
     def _of_rank(self, rank: int, mine: int) -> Array:
         """[number]: by duality, over some prices of a byte: any price gives a bound."""
-        room = self.problem.capacity_bytes[rank]
         runs = [r for bit, r in enumerate(self.others) if mine >> bit & 1]
         here = self.problem.runs_at(rank)
+        room = self.problem.capacity_bytes[rank] - _least_working(here, [self.longest, *runs])
         numbers = np.arange(self.count + 1, dtype=np.float64)
         held = self._held(self.moments[rank], numbers, len(runs))
         least_held = min(min(h.forward for h in moment) for moment in self.moments[rank])
@@ -142,6 +142,12 @@ class _Shares:
             sums = sums + np.maximum(0, numbers - places) * held[0]
             most = np.maximum(most, sums / np.maximum(numbers, 1))
         return most
+
+
+def _least_working(runs: Sequence[Run], present: Sequence[int]) -> float:
+    """What the backward needs that follows the fullest moment, beside all that is held: that of
+    the last block of some stage."""
+    return min(min(p.transient_bytes for p in runs[r].points) for r in present)
 
 
 def _bytes(point: Point, held: Array | float) -> Array:

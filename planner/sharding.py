@@ -41,9 +41,9 @@ class ShardingResult:
 class Shardings:
     """Every sharding of a model at one tensor degree and number of rows.
 
-    `early`: per variant the values that are made once per step. The program is built once, and
-    its relaxation solved again from the last solution; it mostly is integral, else the integer
-    program is solved.
+    `early`: per variant the values that are made once per step; `copied`: views that copy. The
+    program is built once, and its relaxation solved again from the last solution; it mostly is
+    integral, else the integer program is solved.
     """
 
     graph: Graph
@@ -51,6 +51,7 @@ class Shardings:
     degrees: Degrees
     cost: CostModel
     early: Sequence[Collection[str]] = ()
+    copied: Sequence[Collection[str]] = ()
     habits: Habits | None = None
 
     @cached_property
@@ -66,7 +67,7 @@ class Shardings:
         return ShardingProgram(
             self.graph, self.kinds, self.degrees, self.cost, habits=self.habits,
             twice=self.habits is not None, early=self.early,
-            prices=() if self.habits else self.prices,
+            prices=() if self.habits else self.prices, copied=self.copied,
         )  # fmt: skip
 
     @cached_property
@@ -76,13 +77,14 @@ class Shardings:
 
     def cheapest(
         self, micro_batches: int, byte_price_s: float = 0.0, *, exchange_s: float = 0.0,
-        sends: Sequence[Term] = (), gap: float = 0.001,
+        pieces: int = 1, sends: Sequence[Term] = (), gap: float = 0.001,
     ) -> ShardingResult:  # fmt: skip
         """The sharding of the least seconds per micro-batch, when a byte of parameters, gradients
         and optimizer state that is held costs so many, and a byte that is trained `exchange_s`
-        per step on the data axis; with `sends` between pipeline ranks."""
+        per step on the data axis; `pieces`: that ZeRO cuts state into; with `sends` between
+        pipeline ranks."""
         program = self.built.program
-        terms = [*program.cost(micro_batches, byte_price_s, exchange_s), *sends]
+        terms = [*program.cost(micro_batches, byte_price_s, exchange_s, pieces), *sends]
         solution = self._smaller(terms, self.relaxation.minimum(terms))
         if not solution.is_integral:
             program.model.minimise(terms)
@@ -93,8 +95,7 @@ class Shardings:
 
 
     def _smaller(self, terms: Sequence[Term], least: Solution) -> Solution:
-        """Of the solutions that take as long as the least one, one whose nodes make less, so that
-        it does not depend on the order of what was solved before."""
+        """Of the solutions that take as long as the least one, one whose nodes make less."""
         made = self.built.program.made
         price_s = TIE * least.bound / max(1.0, sum(size for size, _ in made))
         found = self.relaxation.minimum([*terms, *((price_s * size, v) for size, v in made)])

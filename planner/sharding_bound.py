@@ -15,11 +15,13 @@ from typing import TypeAlias
 from planner.frontier import Frontier, frontier
 from planner.phases import PHASES, least_parts
 from planner.sharding import Shardings
+from planner.sharding_terms import CLASS
 from planner.solver import Model, Relaxation, Term, Variable
 
 Rates: TypeAlias = tuple[float, ...]
-RATES = (*PHASES, "once", "update", "trained")
-"""How often each phase, what is done once, updating, and a byte of parameters count."""
+RATES = (*PHASES, "once", "update", "trained", "summed")
+"""How often each phase, what is done once, updating, a byte of parameters, and what adding up
+gradients takes beyond an even cut count."""
 ONCE = ("early", "once", "update")
 EVENLY: Rates = tuple(float(name in PHASES and name != "early") for name in RATES)
 """Every phase of a micro-batch once."""
@@ -33,6 +35,19 @@ PRICES, FEW_PRICES = 4, 2
 """Lines of the curve of a block that repeats, and of one that does not."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How a candidate counts what blocks take: `sums`, gradients are added up; `once`, how often
+    per micro-batch what is done once per step; `exchange_s`, seconds of a byte of parameters on the
+    data axis, per micro-batch; parts of state and gradients that are held undivided."""
+
+    sums: bool = False
+    once: float = 0.0
+    exchange_s: float = 0.0
+    state_part: float = 1.0
+    gradient_part: float = 1.0
+
+
 @dataclass(frozen=True)
 class BlockBound:
     """Of one call and micro-batch: (seconds of forward and backward, bytes of state), and the
@@ -43,23 +58,21 @@ class BlockBound:
 
 
 def block_bound(
-    shardings: Shardings, number: int, early: Collection[str], *, exact: bool,
-    exchange_s: float = 0.0,
-) -> BlockBound:  # fmt: skip
-    """The curve of one variant; unless `exact`, a point: every node by its fastest strategy, and
-    no state. `early` values cost nothing, a byte of parameters `exchange_s` per micro-batch."""
+    shardings: Shardings, number: int, early: Collection[str], rules: Rules | None = None
+) -> BlockBound:
+    """The curve of one variant under `rules`; without them a point: every node by its fastest
+    strategy, and no state. `early` values cost nothing."""
     node_s = shardings.prices[number].least_s() | dict.fromkeys(early, 0.0)
-    if not exact:
+    if rules is None:
         return BlockBound(Frontier(((sum(node_s.values()), 0.0),), ()), node_s)
     prices = PRICES if len(shardings.kinds[number].calls) > 1 else FEW_PRICES
-    return BlockBound(frontier(_Held(shardings, number, exchange_s), prices), node_s)
+    return BlockBound(frontier(_Held(shardings, number, rules), prices), node_s)
 
 
 @dataclass
 class LeastTotals:
     """Lower bounds of the least sum over all calls, whose blocks agree on what goes between them,
-    at given rates: how often each of `PHASES` counts, what is done once per step, updating, and the
-    bytes of parameters.
+    at given `RATES`.
 
     A choice takes some seconds (or bytes) y of each kind, and rates * y in all. So no choice takes
     less at some rates than the least rates * y with the known totals kept at all other rates, and
@@ -131,7 +144,8 @@ class LeastTotals:
     @cached_property
     def _rows(self) -> list[list[Term]]:
         program = self.shardings.built.program
-        return [*program.each.values(), program.once, program.update, program.trained]
+        once = program.once, program.update, program.trained
+        return [*program.each.values(), *once, program.summed]
 
 
 @dataclass(frozen=True)
@@ -141,15 +155,11 @@ class _Held:
 
     shardings: Shardings
     number: int
-    exchange_s: float
+    rules: Rules
 
     def priced(self, price_s: float) -> tuple[float, float, float]:
-        program = self.shardings.built.program
-        seconds = [*program.of_call.get(self.number, [])]
-        if self.exchange_s:
-            trained = program.trained_of.get(self.number, [])
-            seconds += [(self.exchange_s * size, v) for size, v in trained]
-        held = [(size, v) for _, size, v in program.held.get(self.number, [])]
+        seconds = self._seconds()
+        held = [(size, v) for _, size, v in self._held()]
         terms = [*seconds, *((price_s * size, v) for size, v in held)]
         found = self.shardings.relaxation.minimum(terms, only={v for _, v in terms})
         total_s, held_bytes = (sum(x * found[v] for x, v in terms) for terms in (seconds, held))
@@ -158,6 +168,23 @@ class _Held:
     def least_bytes(self) -> float:
         """Every state tensor and every gradient in its smallest layout."""
         least: dict[str, float] = {}
-        for group, size, _ in self.shardings.built.program.held.get(self.number, []):
+        for group, size, _ in self._held():
             least[group] = min(size, least.get(group, size))
         return sum(least.values())
+
+    def _seconds(self) -> list[Term]:
+        program, rules = self.shardings.built.program, self.rules
+        seconds = [*program.of_call.get(self.number, [])]
+        if rules.sums:
+            seconds += program.summed_of.get(self.number, [])
+        if rules.once:
+            seconds += [(rules.once * s, v) for s, v in program.once_of.get(self.number, [])]
+        if rules.exchange_s:
+            trained = program.trained_of.get(self.number, [])
+            seconds += [(rules.exchange_s * size, v) for size, v in trained]
+        return seconds
+
+    def _held(self) -> list[tuple[str, float, Variable]]:
+        rules, held = self.rules, self.shardings.built.program.held.get(self.number, [])
+        parts = {True: rules.state_part, False: rules.gradient_part}
+        return [(group, size * parts[group.startswith(CLASS)], v) for group, size, v in held]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from ir.graph import Graph, Node
@@ -30,14 +30,17 @@ from ir.reshard import step
 from ir.strategies import Strategy
 from ir.variants import Variant
 from planner.cost import CostModel
-from planner.flows import Move, Use, flows
+from planner.flows import flows
 from planner.node_prices import NodePrices
-from planner.phases import PHASES, Phase, node_phases, update_s
+from planner.phases import Phase, node_phases, update_s
 from planner.ports import Port, Ports, connect, options
-from planner.solver import Model, Term, Variable
+from planner.sharding_terms import CLASS, Move, Terms, Use
+from planner.solver import Variable
 
 HELD_TENSORS = 3
 """A parameter and two tensors of optimizer state; its gradient is priced where it is made."""
+SEVERAL = 2
+"""Micro-batches, so that gradients are added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,51 +58,7 @@ class Habits:
     cut_activations: bool = False
 
 
-@dataclass
-class _Program:
-    """The model under construction and its variables. What all calls take: `each`, seconds per
-    micro-batch, by phase; `once`, seconds per step, and `update`, of all parameters; `sizes`,
-    bytes held; `trained`, bytes of parameters; `made`, bytes of results. `of_call`: per variant,
-    what one call takes in one micro-batch; `held`: per variant, (tensor, bytes, variable) of the
-    state of one call, one variable of each tensor being chosen; `trained_of`: the same, of
-    parameters alone."""
-
-    model: Model = field(default_factory=Model)
-    each: dict[Phase, list[Term]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
-    once: list[Term] = field(default_factory=list)
-    update: list[Term] = field(default_factory=list)
-    sizes: list[Term] = field(default_factory=list)
-    trained: list[Term] = field(default_factory=list)
-    made: list[Term] = field(default_factory=list)
-    of_call: dict[int, list[Term]] = field(default_factory=dict)
-    held: dict[int, list[tuple[str, float, Variable]]] = field(default_factory=dict)
-    trained_of: dict[int, list[Term]] = field(default_factory=dict)
-    chosen: dict[tuple[int, Node], list[tuple[Strategy, Variable]]] = field(default_factory=dict)
-    layouts: dict[int, list[tuple[Placement, Variable]]] = field(default_factory=dict)
-    paid: dict[Move, Variable | None] = field(default_factory=dict)
-
-    def cost(
-        self, micro_batches: int, byte_price_s: float, exchange_s: float = 0.0
-    ) -> list[Term]:
-        """Seconds per micro-batch, with so many seconds for a byte that is held, and for one that
-        is trained, per step."""
-        terms = (*self.each["early"], *self.once, *self.update)
-        once = [(seconds / micro_batches, v) for seconds, v in terms]
-        if exchange_s:
-            once += [(size * exchange_s / micro_batches, v) for size, v in self.trained]
-        held = [(size * byte_price_s, v) for size, v in self.sizes] if byte_price_s else []
-        each = [term for phase in PHASES[:-1] for term in self.each[phase]]
-        return [*each, *once, *held]
-
-    def spend(
-        self, number: int, seconds: float, times: float, variable: Variable, phase: Phase
-    ) -> None:
-        """Seconds of every call of a variant, per micro-batch, which occurs so many times."""
-        self.each[phase].append((seconds * times, variable))
-        self.of_call.setdefault(number, []).append((seconds, variable))
-
-
-def _moves(*, late: bool, prompt: bool) -> tuple[Phase, ...]:
+def _phases(*, late: bool, prompt: bool) -> tuple[Phase, ...]:
     """When a value may be resharded for the weights' half, or for what comes before; `prompt`: it
     is needed there as well."""
     if not late:
@@ -112,19 +71,22 @@ class ShardingProgram:
 
     `twice`: what forward reshards is not kept: backward does it again. `early`: values of each
     variant that are made once per step, before the first micro-batch. `prices`: of each variant's
-    nodes, where they are known.
+    nodes, where they are known. `copied`: views of each variant that have to copy what they view,
+    unless it was just moved.
     """
 
     def __init__(
         self, graph: Graph, kinds: tuple[Variant, ...], degrees: Degrees, cost: CostModel,
         *, habits: Habits | None = None, twice: bool = False, early: Sequence[Collection[str]] = (),
-        prices: Sequence[NodePrices] = (),
+        prices: Sequence[NodePrices] = (), copied: Sequence[Collection[str]] = (),
     ) -> None:  # fmt: skip
         self.graph, self.kinds, self.degrees, self.cost = graph, kinds, degrees, cost
         self.habits, self.twice = habits or Habits(), twice
-        self.early = early or ((),) * len(kinds)
+        self.early, self.copied = (found or ((),) * len(kinds) for found in (early, copied))
+        self.known_reshards: dict[tuple[int, str, Placement, Placement], float] = {}
         self.ports: Ports = connect(graph, kinds)
-        self.program, self.uses = _Program(), list[Use]()
+        self.program = Terms()
+        self.flows: list[tuple[Use, Placement, Placement, list[Variable]]] = []
         numbers = range(len(kinds))
         self._classes()
         self.prices = [*prices] or [self._node_prices(n) for n in numbers]
@@ -133,7 +95,7 @@ class ShardingProgram:
         for number in numbers:
             self._edges(number)
             self._deliveries(number)
-        self._link()
+        self._pay()
 
     def _node_prices(self, number: int) -> NodePrices:
         whole = self._crossing_leaves(number) if self.habits.whole_activations else ()
@@ -176,7 +138,7 @@ class ShardingProgram:
         calls = len(self.kinds[owner].calls)
         self.program.trained_of.setdefault(owner, []).append((trained_bytes / calls, variable))
         self.program.held.setdefault(owner, []).append(
-            (f"class {number}", kept_bytes / calls, variable)
+            (f"{CLASS} {number}", kept_bytes / calls, variable)
         )
 
     def _options(self, number: int, *, stored: bool) -> tuple[Placement, ...]:
@@ -251,20 +213,22 @@ class ShardingProgram:
             self.program.spend(number, seconds, calls, variable, phase)
 
     def _edges(self, number: int) -> None:
-        """The uses of values by nodes."""
+        """(2) and (3) between nodes, and (6) from the boundary."""
         variant, phases = self.kinds[number], node_phases(self.graph, self.kinds[number])
         have = {name: self._layouts(number, name) for name in self._boundary(number)}
         prompt = {name for n in variant.block.nodes if phases[n] != "weight" for name in n.operands}
         for i, node in enumerate(variant.block.nodes):
-            again = self.twice and i >= variant.block.n_forward
+            backward = i >= variant.block.n_forward
             late = phases[node] == "weight"
             row = self.program.chosen[number, node]
-            for position, name in enumerate(node.operands):
+            names = node.operands
+            for position, name in enumerate(names):
                 need: dict[Placement, list[Variable]] = {}
                 for option, variable in row:
                     need.setdefault(option.operands[position], []).append(variable)
-                when = _moves(late=late, prompt=name in prompt)
-                self.uses.append(Use(number, name, have[name], need, again, when=when))
+                when = _phases(late=late, prompt=name in prompt)
+                use = Use(number, name, node, phases[node], backward, when=when)
+                self._link(use, have[name], need)
             results = [name for name in node.outputs if name in variant.block.types]
             for k, name in enumerate(results):
                 made: dict[Placement, list[Variable]] = {}
@@ -285,24 +249,50 @@ class ShardingProgram:
             port = (number, "gradient", tangents[name])
         return {p: [v] for p, v in self.program.layouts[self.ports.of_value[port]]}
 
-    def _link(self) -> None:
-        """(2), (3) and (4) of all uses. What only one use can pay for needs no variable of (4)."""
-        model, found = self.program.model, [use for use in self.uses if not use.is_settled]
-        linked = [(use, flows(model, use, partial(self._is_allowed, use))) for use in found]
+    def _link(
+        self, use: Use, have: dict[Placement, list[Variable]], need: dict[Placement, list[Variable]]
+    ) -> None:
+        """(2) and (3) for one use of a value."""
+        if len(have) == 1 and len(need) == 1 and set(have) == set(need):
+            self._find(use, next(iter(have)), None)
+            return
+        found = flows(self.program.model, have, need, partial(self._is_allowed, use))
+        self.flows += [(use, *pair, variables) for pair, variables in found.items()]
+
+    def _pay(self) -> None:
+        """What goes where it is needed is paid for."""
+        is_free = [not self._reshard_s(use.number, use.name, a, b) for use, a, b, _ in self.flows]
         shared = Counter(
-            move for use, edges in linked for pair in edges for move in use.moves(*pair)
-        )
-        for use, edges in linked:
-            for pair, variables in edges.items():
-                moves = use.moves(*pair)
-                if len(moves) == 1 and shared[moves[0]] == 1:
-                    for variable in variables:
-                        self._pay(use, moves[0], variable)
-                    continue
-                paid = [v for move in moves if (v := self._paid(use, move)) is not None]
-                if paid:
-                    flow = ((-1.0, variable) for variable in variables)
-                    model.constrain([*((1.0, variable) for variable in paid), *flow], 0)
+            move for free, (use, a, b, _) in zip(is_free, self.flows, strict=True) if not free
+            for move in self._moves(use, a, b)
+        )  # fmt: skip
+        for free, (use, a, b, variables) in zip(is_free, self.flows, strict=True):
+            moves = self._moves(use, a, b)
+            if free:
+                for variable in variables:
+                    self._find(use, a, variable)
+            elif len(moves) == 1 and shared[moves[0]] == 1:
+                for variable in variables:
+                    self._spend_move(moves[0], variable, once=use.once)
+            else:
+                paid = [(1.0, self._paid(move, use.once)) for move in moves]
+                self.program.model.constrain([*paid, *((-1.0, v) for v in variables)], 0)
+
+    def _find(self, use: Use, have: Placement, edge: Variable | None) -> None:
+        """A value is there in a layout that costs nothing to use, but for a view that copies;
+        always, if no edge is given."""
+        node = use.node
+        if node is None or node.outputs[0] not in self.copied[use.number]:
+            return
+        if edge is None:
+            (_, edge), *_ = self.program.chosen[use.number, node]
+        seconds = self.prices[use.number].copy_s(node, have)
+        self._spend(use.number, node.outputs[0], seconds, edge, use.phase)
+
+    def _moves(self, use: Use, have: Placement, want: Placement) -> list[Move]:
+        """What pays for moving a value there: any of these, one for each phase where it may be."""
+        twice = use.backward and self.twice
+        return [(use.number, use.name, have, want, twice, when) for when in use.when]
 
     def _is_allowed(self, use: Use, a: Placement, b: Placement) -> bool:
         """False where this would communicate state that has to stay where it is stored."""
@@ -311,42 +301,51 @@ class ShardingProgram:
             return True
         return step(a, b) in (None, "shard")
 
-    def _paid(self, use: Use, move: Move) -> Variable | None:
-        """Whether a reshard is paid for; None if it costs nothing."""
+    def _paid(self, move: Move, once: bool) -> Variable:
+        """(4): whether a reshard that several uses share is paid for."""
         paid = self.program.paid
         if move not in paid:
-            is_free = self._reshard_s(*move[:4]) == 0
-            paid[move] = None if is_free else self.program.model.variable(0, 1)
-            if (variable := paid[move]) is not None:
-                self._pay(use, move, variable)
+            paid[move] = self.program.model.variable(0, 1)
+            self._spend_move(move, paid[move], once=once)
         return paid[move]
 
-    def _pay(self, use: Use, move: Move, variable: Variable) -> None:
-        """The seconds of a reshard, as often as a variable says."""
+    def _spend_move(self, move: Move, variable: Variable, *, once: bool) -> None:
         number, name, a, b, _, phase = move
-        if not (seconds := self._reshard_s(number, name, a, b)):
-            return
-        if use.once:
-            times = len(self.kinds[number].calls)
-            self.program.once.append((seconds * times, variable))
+        seconds = self._reshard_s(number, name, a, b)
+        if once:
+            self._spend_once(number, seconds, variable, on_pieces=b == REPLICATE)
         else:
             self._spend(number, name, seconds, variable, phase)
 
+    def _spend_once(
+        self, number: int, seconds: float, variable: Variable, *, on_pieces: bool
+    ) -> None:
+        """Seconds of every call of a variant, once per step."""
+        total = (seconds * len(self.kinds[number].calls), variable)
+        if on_pieces:
+            self.program.update.append(total)
+            return
+        self.program.once.append(total)
+        self.program.once_of.setdefault(number, []).append((seconds, variable))
+
     def _reshard_s(self, number: int, name: str, a: Placement, b: Placement) -> float:
-        kind = step(a, b)
-        if kind is None:
-            return 0.0
-        place = self.kinds[number].spread.place[name]
-        layout = Layout(place, a if kind == "all_to_all" else REPLICATE)
-        size_bytes = self.prices[number].bytes_of(name, layout)
-        return self.cost.collective_s(kind, size_bytes, "tensor")
+        key = (number, name, a, b)
+        if key not in self.known_reshards:
+            kind, seconds = step(a, b), 0.0
+            if kind is not None:
+                place = self.kinds[number].spread.place[name]
+                layout = Layout(place, a if kind == "all_to_all" else REPLICATE)
+                size_bytes = self.prices[number].bytes_of(name, layout)
+                seconds = self.cost.collective_s(kind, size_bytes, "tensor")
+            self.known_reshards[key] = seconds
+        return self.known_reshards[key]
 
     def _deliveries(self, number: int) -> None:
         """(6): outputs and gradients arrive in their class' layout; parameters' once per step."""
         block = self.kinds[number].block
         weight = float(len(self.kinds[number].calls))
         for name in block.outputs:
-            self.uses.append(Use(number, name, self.have[name], self._layouts(number, name)))
+            self._link(Use(number, name), self.have[name], self._layouts(number, name))
         for value, gradient in block.gradients:
             once = self.is_state(number, value)
             kind = "value" if once else "gradient"
@@ -355,18 +354,30 @@ class ShardingProgram:
             target = {
                 p: [v] for p, v in self.program.layouts[self.ports.of_value[number, kind, value]]
             }
-            have = self.have[gradient]
-            self.uses.append(Use(number, gradient, have, target, again=self.twice, once=once))
+            use = Use(number, gradient, backward=True, once=once)
+            self._link(use, self.have[gradient], target)
 
     def _price_accumulator(self, number: int, value: str, gradient: str, weight: float) -> None:
         """A gradient is accumulated in the layout it is made in: only a cut makes it smaller."""
         size = self.kinds[number].block.types[gradient].bytes(self.degrees.batch)
+        tensor, is_alone = self.degrees.tensor, self.is_alone(number, value)
         for place, variables in self.have[gradient].items():
-            share = self.degrees.tensor if isinstance(place, Shard) else 1
+            share = tensor if isinstance(place, Shard) else 1
             self.program.sizes += [(weight * size / share, v) for v in variables]
-            held = size / (share if self.is_alone(number, value) else self.degrees.tensor)
+            held = size / (share if is_alone else tensor)
             made = self.program.held.setdefault(number, [])
             made += [(gradient, held, v) for v in variables]
+            if held > size / tensor:
+                self._sum(number, self._summed_s(held) - self._summed_s(size / tensor), variables)
+
+    def _summed_s(self, size_bytes: float) -> float:
+        return self.cost.accumulate_s(size_bytes, 1, SEVERAL)
+
+    def _sum(self, number: int, seconds: float, variables: Sequence[Variable]) -> None:
+        """Seconds of a call beyond those of an even cut, in every micro-batch."""
+        calls = len(self.kinds[number].calls)
+        self.program.summed += [(seconds * calls, v) for v in variables]
+        self.program.summed_of.setdefault(number, []).extend((seconds, v) for v in variables)
 
     def is_alone(self, number: int, value: str) -> bool:
         """Whether every state tensor that is this input of a variant has one user."""

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ir.schedules import Held
 from planner.schedule import fill_rounds
-from planner.stage_problem import StageProblem
+from planner.stage_problem import Run, StageProblem, moment_bytes
 
 Array = NDArray[np.float64]
 
@@ -126,22 +127,41 @@ def maxima(problem: StageProblem, per_run: Sequence[float]) -> Array:
 
 
 def _relaxed_stage(problem: StageProblem, stage: int) -> Array:
+    """At each of its fullest moments."""
+    bounds = [_relaxed_moment(problem, stage, held) for held in problem.held_at(stage)]
+    bound: Array = np.maximum.reduce(bounds)
+    return bound + problem.exposed_send_s(stage)
+
+
+def _relaxed_moment(problem: StageProblem, stage: int, held: Held) -> Array:
     runs = problem.runs_at(stage)
     capacity_bytes = problem.capacity_bytes[stage]
     times = [np.array([p.forward_s + p.backward_s for p in run.points]) for run in runs]
-    held = [
-        [p.persistent_bytes + problem.held_bytes(stage, p) for p in run.points] for run in runs
-    ]
-    sizes = [np.array(run) / capacity_bytes for run in held]
-    transient = maxima(problem, [min(p.transient_bytes for p in run.points) for run in runs])
-    room = 1.0 - (transient + copies_bytes(problem)) / capacity_bytes
+    bytes_of = [[p.persistent_bytes + moment_bytes(held, p) for p in run.points] for run in runs]
+    sizes = [np.array(run) / capacity_bytes for run in bytes_of]
+    working = _working_bytes(problem, runs) if held.forward else 0.0
+    room = 1.0 - (working + copies_bytes(problem)) / capacity_bytes
     bound = np.zeros_like(room)
     for price in indifferent_prices(times, sizes):
         least = [np.min(time + price * size) for time, size in zip(times, sizes, strict=True)]
         bound = np.maximum(bound, sums(problem, least) - price * room)
     smallest = sums(problem, [size.min() for size in sizes])
     fits = np.triu(smallest <= room + 1e-9, k=1)
-    return np.where(fits, bound + problem.exposed_send_s(stage), np.inf)
+    return np.where(fits, bound, np.inf)
+
+
+def _working_bytes(problem: StageProblem, runs: Sequence[Run]) -> Array:
+    """[a, b]: what a backward of blocks a..b-1 needs beside all that is held, at least: the last
+    block comes first, and the others when those behind them hold nothing any more."""
+    least = [min(p.transient_bytes for p in run.points) for run in runs]
+    saved = np.asarray([max(p.saved_bytes for p in run.points) for run in runs])
+    blocks = np.asarray(problem.block_runs)
+    behind = np.concatenate([[0.0], np.cumsum(saved[blocks])])
+    out = np.zeros((len(blocks) + 1,) * 2)
+    for b in range(1, len(blocks) + 1):
+        alone = np.asarray(least)[blocks[:b]] - (behind[b] - behind[1 : b + 1])
+        out[:b, b] = np.maximum.accumulate(np.maximum(alone, 0.0)[::-1])[::-1]
+    return out
 
 
 def indifferent_prices(times: Sequence[Array], sizes: Sequence[Array]) -> list[float]:

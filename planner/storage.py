@@ -90,6 +90,22 @@ def storage_of(lowered: Lowered) -> Storage:
     return _followed((*lowered.forward, *lowered.backward), given, lowered.types)
 
 
+def copied_views(lowered: Lowered) -> frozenset[str]:
+    """Views of views that have to copy even where what both look at is contiguous."""
+    nodes, types = (*lowered.forward, *lowered.backward), lowered.types
+    makers = {node.outputs[0]: node for node in nodes if node.op in _STRIDED}
+    found = set[str]()
+    for node in nodes:
+        first = makers.get(node.operands[0]) if node.op in _STRIDED else None
+        if first is None:
+            continue
+        below = {first.operands[0]: _contiguous(types[first.operands[0]])}
+        between = _viewed(first, below, types)
+        if between is not None and _viewed(node, {node.operands[0]: between}, types) is None:
+            found.update(node.outputs)
+    return frozenset(found)
+
+
 def early_storage(lowered: Lowered) -> Storage:
     """Of the prologue, which has other sizes."""
     return _followed(lowered.prologue, lowered.block.inputs, lowered.early_types)

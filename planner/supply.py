@@ -23,6 +23,7 @@ from planner.pieces import Pieces, best_menu, priced, whole, with_menus
 from planner.pins import Candidate, Pins
 from planner.rank_costs import Place, fastest, least_cost, place_of, rank_costs
 from planner.sharding import ShardingResult, Shardings
+from planner.storage import copied_views
 from planner.workload import Workload
 
 
@@ -109,7 +110,10 @@ class Supply:
         if key not in self.known_shardings:
             work, cost = self.work, self.cost(candidate.mesh)
             degrees = Degrees(candidate.rows, 1, candidate.mesh.tensor, 1)
-            self.known_shardings[key] = Shardings(work.graph, work.kinds, degrees, cost, work.early)
+            copied = [copied_views(block) for block in self.alone(candidate.rows).lowered]
+            self.known_shardings[key] = Shardings(
+                work.graph, work.kinds, degrees, cost, work.early, copied
+            )
         return self.known_shardings[key]
 
     def _sharding(self, candidate: Candidate, price_s: float) -> ShardingResult:
@@ -118,13 +122,14 @@ class Supply:
         count, exchange_s = candidate.micro_batches, self.least.state.exchange_s(candidate)
         mesh = candidate.mesh
         cut = (mesh, candidate.stages) if mesh.pipeline > 1 else None
-        key = (mesh.tensor, candidate.rows, count, price_s, exchange_s, cut)
+        pieces = mesh.data if candidate.zero else 1
+        key = (mesh.tensor, candidate.rows, count, price_s, exchange_s, pieces, cut)
         if key not in self.known_sharded:
             found = self.shardings(candidate)
             cost = self.cost(mesh)
             sends = send_terms(found.built, self.work.variant_of, candidate, cost)
             self.known_sharded[key] = found.cheapest(
-                count, price_s, exchange_s=exchange_s, sends=sends
+                count, price_s, exchange_s=exchange_s, pieces=pieces, sends=sends
             )
         return self.known_sharded[key]
 

@@ -1,0 +1,121 @@
+"""The stage problem of a candidate whose blocks take what no block beats.
+
+Input: a candidate, what blocks and state take at least. Output: a `StageProblem` whose stages, or
+ranks if several stages share one, are no slower than those of any plan, and no larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ir.schedules import Held, splits_backward
+from planner.cost import CostModel
+from planner.least_costs import LeastCosts
+from planner.pins import Candidate
+from planner.price import StateCost
+from planner.sharding_bound import BlockBound
+from planner.stage_problem import Point, Run, StageProblem
+
+
+@dataclass(frozen=True)
+class LeastProblem:
+    """`of_ranks`: per pipeline rank the least that its own devices take, where ranks lie on
+    different ones; `least` is then of all of them."""
+
+    least: LeastCosts
+    of_ranks: Sequence[LeastCosts] = ()
+
+    def of(self, candidate: Candidate, *, with_exchange: bool = False) -> StageProblem:
+        """`with_exchange`: what the tensor and data axes do once per step with the gradients of
+        blocks that repeat is in the seconds of these."""
+        mesh, cost = candidate.mesh, self.least.cost_of(candidate.mesh)
+        is_one = mesh.tensor == 1 or candidate.zero > 1 or self.least.cluster.calibration
+        once = 1.0 if with_exchange and not is_one else 0.0
+        capacity_bytes = (float(cost.capacity_bytes),) * mesh.pipeline
+        unlike: tuple[tuple[Run, ...], ...] = ()
+        if self.of_ranks:
+            capacity_bytes = tuple(
+                float(least.cost_of(mesh).capacity_bytes) for least in self.of_ranks
+            )
+            of_kinds = {id(x): LeastProblem(x)._runs(candidate, once) for x in self.of_ranks}
+            unlike = tuple(of_kinds[id(least)] for least in self.of_ranks)
+        return StageProblem(
+            self._runs(candidate, once, exact=not unlike), mesh.pipeline,
+            candidate.micro_batches, candidate.schedule, capacity_bytes,
+            tuple(
+                candidate.virtual_stages * self.least.send_s(candidate, cost, stage)
+                for stage in range(mesh.pipeline - 1)
+            ),
+            held=tuple(self._held(candidate, rank) for rank in range(mesh.pipeline)),
+            unlike=unlike,
+        )  # fmt: skip
+
+    def _runs(self, candidate: Candidate, once: float, *, exact: bool = True) -> tuple[Run, ...]:
+        """What all blocks take at least; `exact`: by shardings, where there are any."""
+        least, exact = self.least, exact and candidate.mesh.tensor > 1
+        cost = least.cost_of(candidate.mesh)
+        exchange_s = least.state.exchange_s(candidate) if once else 0.0
+        blocks = least.blocks(candidate)
+        if exact:
+            count = candidate.micro_batches
+            blocks = least.curves(candidate, exchange_s / count, once / count)
+        runs = []
+        for variant, count, state in least.state.runs(candidate):
+            added_s = self.added_s(candidate, cost, state) / count
+            added_s += (state.gather_s + state.scatter_s) / count
+            shardings = self._shardings(candidate, blocks[variant], state, count)
+            points = self._points(candidate, variant, added_s, shardings)
+            sync_s = state.sync_s
+            if len(least.work.kinds[variant].calls) > 1:
+                sync_s = max(0.0, sync_s - exchange_s * state.summed_bytes)
+            ends = sync_s / count, state.update_s / count
+            runs.append(Run(str(variant), count, points, *ends))
+        return tuple(runs)
+
+    def _held(self, candidate: Candidate, rank: int) -> tuple[Held, ...]:
+        """At the fullest moments of a rank; of several stages the least."""
+        if candidate.virtual_stages > 1:
+            return (Held(self.least.flights(candidate, rank), 0),)
+        return tuple(moment[0] for moment in self.least.moments(candidate, rank))
+
+    def added_s(self, candidate: Candidate, cost: CostModel, state: StateCost) -> float:
+        """Gradients added up per micro-batch; nothing on a measured machine, where what tensors of
+        several runs take together can be less than what those of each run do."""
+        if self.least.cluster.calibration is not None:
+            return 0.0
+        count = candidate.micro_batches
+        return cost.accumulate_s(state.summed_bytes, state.summed_tensors, count)
+
+    def _shardings(
+        self, candidate: Candidate, block: BlockBound, state: StateCost, count: int
+    ) -> list[tuple[float, float]]:
+        """(seconds, bytes of state) of a call, of which there are so many: corners of its curve,
+        but no less than if state is cut evenly."""
+        divided_bytes = self.least.state.divided_bytes(candidate, state)
+        found = dict[float, float]()  # the fastest of those that hold as much
+        for seconds, whole_bytes in block.curve.corners:
+            held = max(state.held_bytes / count, whole_bytes + divided_bytes / count)
+            found.setdefault(held, seconds)
+        return [(seconds, held) for held, seconds in found.items()]
+
+    def _points(
+        self, candidate: Candidate, variant: int, added_s: float,
+        shardings: Sequence[tuple[float, float]],
+    ) -> tuple[Point, ...]:  # fmt: skip
+        """Every sharding of the variant with every corner of what it keeps. A block that runs
+        backward can free no more than the values that it kept."""
+        least = self.least
+        _, kept = least.kept(candidate)[variant]
+        working_bytes = least.working_bytes(candidate)[variant]
+        value_bytes = kept[0][1] - least.inner_bytes(candidate)[variant]
+        splits = splits_backward(candidate.schedule)
+        pending = least.pending_bytes(candidate)[variant] if splits else 0.0
+        return tuple(
+            Point(
+                base_s + added_s, again_s, size, held,
+                max(0.0, working_bytes - min(size, max(0.0, value_bytes))),
+                pending_bytes=pending,
+            )
+            for base_s, held in shardings for again_s, size in kept
+        )  # fmt: skip

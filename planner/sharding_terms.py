@@ -1,0 +1,89 @@
+"""What the sharding program is made of: its variables and the terms of what it can minimise.
+
+Input: seconds and bytes, one by one. Output: `Terms`, an objective for given micro-batches and
+prices of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ir.graph import Node
+from ir.layout import Placement
+from ir.strategies import Strategy
+from planner.phases import PHASES, Phase
+from planner.solver import Model, Term, Variable
+
+CLASS = "class"
+"""Begins the name of state in `Terms.held`, whose other names are of gradients."""
+Move: TypeAlias = "tuple[int, str, Placement, Placement, bool, Phase]"
+"""(variant, value, from, to, whether backward does it again, phase)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Where a value of a variant is needed: by a node in a phase, or at the block's end; `once`:
+    per step, not per micro-batch; `when`: in which of the phases that communicate it may be
+    resharded."""
+
+    number: int
+    name: str
+    node: Node | None = None
+    phase: Phase = "forward"
+    backward: bool = False
+    once: bool = False
+    when: Sequence[Phase] = ("move",)
+
+
+@dataclass
+class Terms:
+    """The model under construction and its variables. What all calls take: `each`, seconds per
+    micro-batch, by phase; `once`, seconds per step; `update`, the same of what ZeRO does on pieces:
+    updating parameters, and summing gradients that stay whole; `sizes`, bytes held; `trained`,
+    bytes of parameters; `summed`, seconds of adding up the gradients of one of several
+    micro-batches, beyond what they take if they are cut evenly; `made`, bytes of results.
+    `of_call`: per variant, what one call takes in one micro-batch; `held`: per variant, (tensor,
+    bytes, variable) of the state of one call, one variable of each tensor being chosen;
+    `trained_of`, `once_of` and `summed_of`: the same of parameters alone, of what is done once, and
+    of adding up."""
+
+    model: Model = field(default_factory=Model)
+    each: dict[Phase, list[Term]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    once: list[Term] = field(default_factory=list)
+    update: list[Term] = field(default_factory=list)
+    sizes: list[Term] = field(default_factory=list)
+    trained: list[Term] = field(default_factory=list)
+    summed: list[Term] = field(default_factory=list)
+    made: list[Term] = field(default_factory=list)
+    of_call: dict[int, list[Term]] = field(default_factory=dict)
+    held: dict[int, list[tuple[str, float, Variable]]] = field(default_factory=dict)
+    trained_of: dict[int, list[Term]] = field(default_factory=dict)
+    once_of: dict[int, list[Term]] = field(default_factory=dict)
+    summed_of: dict[int, list[Term]] = field(default_factory=dict)
+    chosen: dict[tuple[int, Node], list[tuple[Strategy, Variable]]] = field(default_factory=dict)
+    layouts: dict[int, list[tuple[Placement, Variable]]] = field(default_factory=dict)
+    paid: dict[Move, Variable] = field(default_factory=dict)
+
+    def cost(
+        self, micro_batches: int, byte_price_s: float, exchange_s: float = 0.0, pieces: int = 1
+    ) -> list[Term]:
+        """Seconds per micro-batch, with so many seconds for a byte that is held, and for one that
+        is trained, per step; `pieces`: that ZeRO cuts state into."""
+        terms = (*self.each["early"], *self.once)
+        once = [(seconds / micro_batches, v) for seconds, v in terms]
+        once += [(seconds / micro_batches / pieces, v) for seconds, v in self.update]
+        if exchange_s:
+            once += [(size * exchange_s / micro_batches, v) for size, v in self.trained]
+        held = [(size * byte_price_s, v) for size, v in self.sizes] if byte_price_s else []
+        each = [term for phase in PHASES[:-1] for term in self.each[phase]]
+        summed = self.summed if micro_batches > 1 else []
+        return [*each, *summed, *once, *held]
+
+    def spend(
+        self, number: int, seconds: float, times: float, variable: Variable, phase: Phase
+    ) -> None:
+        """Seconds of every call of a variant, per micro-batch, which occurs so many times."""
+        self.each[phase].append((seconds * times, variable))
+        self.of_call.setdefault(number, []).append((seconds, variable))

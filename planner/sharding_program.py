@@ -23,11 +23,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ir.graph import Graph, Node
+from ir.graph import Graph
 from ir.layout import PARTIAL, REPLICATE, Layout, Placement, Shard
 from ir.lower import Degrees
 from ir.reshard import step
-from ir.strategies import Strategy
 from ir.variants import Variant
 from planner.cost import CostModel
 from planner.flows import flows
@@ -180,27 +179,27 @@ class ShardingProgram:
         """(1), with the compute cost of each strategy."""
         variant, program = self.kinds[number], self.program
         phases = node_phases(self.graph, variant)
-        for node in variant.block.nodes:
-            row = []
+        for i, node in enumerate(variant.block.nodes):
+            row, backward = [], i >= variant.block.n_forward
             for option, seconds in self.prices[number].options(node):
                 variable = program.model.binary()
                 row.append((option, variable))
                 self._spend(number, node.outputs[0], seconds, variable, phases[node])
-                program.made.append((self._made_bytes(number, node, option), variable))
+                names = [name for name in node.outputs if name in variant.block.types]
+                for name, place in zip(names, option.results, strict=True):
+                    self._make(number, name, place, variable, backward=backward)
             program.chosen[number, node] = row
             program.model.constrain([(1.0, v) for _, v in row], 1, 1)
 
-    def _made_bytes(self, number: int, node: Node, option: Strategy) -> float:
-        """Of a node's results in all calls; partial sums count twice, since they have to be added
-        up before they are of use."""
-        variant, prices = self.kinds[number], self.prices[number]
-        names = [name for name in node.outputs if name in variant.block.types]
-        sizes = (
-            prices.bytes_of(name, Layout(variant.spread.place[name], place))
-            * (2 if place == PARTIAL else 1)
-            for name, place in zip(names, option.results, strict=True)
-        )
-        return len(variant.calls) * float(sum(sizes))
+    def _make(
+        self, number: int, name: str, place: Placement, variable: Variable, *, backward: bool
+    ) -> None:
+        """A value in all calls. Partial sums are not kept, but added up first; what forward makes
+        counts twice, since it may be kept for backward."""
+        if place != PARTIAL:
+            layout = Layout(self.kinds[number].spread.place[name], place)
+            size = len(self.kinds[number].calls) * self.prices[number].bytes_of(name, layout)
+            self.program.made.append((float(size if backward else 2 * size), variable))
 
     def _spend(
         self, number: int, name: str, seconds: float, variable: Variable, phase: Phase
@@ -273,9 +272,9 @@ class ShardingProgram:
                     self._find(use, a, variable)
             elif len(moves) == 1 and shared[moves[0]] == 1:
                 for variable in variables:
-                    self._spend_move(moves[0], variable, once=use.once)
+                    self._spend_move(use, moves[0], variable)
             else:
-                paid = [(1.0, self._paid(move, use.once)) for move in moves]
+                paid = [(1.0, self._paid(use, move)) for move in moves]
                 self.program.model.constrain([*paid, *((-1.0, v) for v in variables)], 0)
 
     def _find(self, use: Use, have: Placement, edge: Variable | None) -> None:
@@ -301,18 +300,19 @@ class ShardingProgram:
             return True
         return step(a, b) in (None, "shard")
 
-    def _paid(self, move: Move, once: bool) -> Variable:
+    def _paid(self, use: Use, move: Move) -> Variable:
         """(4): whether a reshard that several uses share is paid for."""
         paid = self.program.paid
         if move not in paid:
             paid[move] = self.program.model.variable(0, 1)
-            self._spend_move(move, paid[move], once=once)
+            self._spend_move(use, move, paid[move])
         return paid[move]
 
-    def _spend_move(self, move: Move, variable: Variable, *, once: bool) -> None:
+    def _spend_move(self, use: Use, move: Move, variable: Variable) -> None:
         number, name, a, b, _, phase = move
         seconds = self._reshard_s(number, name, a, b)
-        if once:
+        self._make(number, name, b, variable, backward=use.backward)
+        if use.once:
             self._spend_once(number, seconds, variable, on_pieces=b == REPLICATE)
         else:
             self._spend(number, name, seconds, variable, phase)

@@ -13,6 +13,7 @@ from math import inf
 from typing import Any
 
 from ir.cluster import Cluster
+from ir.collector import paused_collector
 from ir.errors import Refused, UsageError
 from ir.graph import Graph
 from ir.plan import Plan
@@ -23,7 +24,7 @@ from planner.explanation_text import remedy_text
 from planner.pins import check_pins, parse_pins, read_pins
 from planner.shortage import DoesNotFit
 from planner.trials import Planning, Request, Trials
-from runtime.arguments import count, filled, rate
+from runtime.arguments import count, filled, rate, seconds
 from runtime.batch import tensor_leaves
 from runtime.models import Loaded, load_model
 
@@ -42,6 +43,7 @@ class Asked:
     saved: Plan | None = None
 
 
+@paused_collector()
 def ask(options: argparse.Namespace) -> Asked:
     """What the flags of a command say; what makes no sense is refused before the model is read."""
     saved, cluster = target_of(options)
@@ -84,6 +86,7 @@ def refuse_flags(options: argparse.Namespace, flags: Iterable[str], why: str) ->
             raise UsageError(f"{flag}: {why}")
 
 
+@paused_collector()
 def decide(options: argparse.Namespace) -> tuple[Loaded, Graph, Plan]:
     """The model, its graph, and the plan: read from --plan, or made from the other flags."""
     if getattr(options, "plan", None):
@@ -189,8 +192,9 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--micro-batches": {"type": count, "metavar": "M", "help": "fix the pieces of a step"},
     "--pin": {"type": filled, "metavar": "KEY=VALUE,...", "help": PIN},
     "--time-limit": {
-        "type": count, "metavar": "SECONDS",
-        "help": "end the search then, with the best plan so far and its gap",
+        "type": seconds, "metavar": "SECONDS",
+        "help": "end the search, which begins after the model is traced, then: with the best plan "
+        "so far and its gap, or refused if that is too short to plan any",
     },
     "--plan": {
         "type": filled, "metavar": "FILE",

@@ -30,10 +30,11 @@ from ir.plan import Plan
 from ir.trace import trace
 from planner.alternatives import decisions
 from planner.explanation import Explanation, explain_request
+from planner.limits import check_time_limit
 from planner.pins import KEYS, check_pins, parse_pins, read_pins
 from planner.timeline import simulate_plan
 from planner.trials import Pinned, Request, Trials
-from runtime.arguments import count
+from runtime.arguments import seconds
 
 REFUSED = 3
 TIME_LIMIT_S = 120
@@ -63,6 +64,7 @@ def explain(
         raise UsageError("say with global_batch how many rows of a step are to be planned.")
     check_pins(read_pins(pin), cluster.n_devices, rows)
     read_pins(why_not)
+    check_time_limit(time_limit_s)
     changes = _checked_changes(what_if, cluster)
     if saved is not None:
         _check_kept(saved, pin or {})
@@ -171,7 +173,7 @@ def add_explain_command(commands: Any) -> None:
     what_if = f"only what a change of the cluster would bring: {FORMS}"
     command.add_argument("--what-if", metavar="KEY=VALUE,...", help=what_if)
     command.add_argument(
-        "--time-limit", type=count, default=TIME_LIMIT_S, metavar="SECONDS",
+        "--time-limit", type=seconds, default=TIME_LIMIT_S, metavar="SECONDS",
         help="all planning ends then; what was not tried is said (default %(default)s)",
     )  # fmt: skip
     command.add_argument("--json", **FLAGS["--json"])

@@ -15,6 +15,7 @@ import argparse
 import json
 import logging
 import os
+import select
 import signal
 import tempfile
 import threading
@@ -24,7 +25,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -44,6 +45,7 @@ from deciding import (
 )
 from explaining import add_explain_command, explain
 from ir.cluster import Cluster
+from ir.collector import paused_collector
 from ir.errors import UsageError
 from ir.graph import Graph
 from ir.plan import Plan
@@ -51,6 +53,7 @@ from ir.topology import CPU
 from ir.trace import trace
 from ir.whole_file import check_writable
 from planner import plan as plan_graph
+from planner.limits import check_processes, check_time_limit
 from planner.pins import check_pins, read_pins
 from planner.timeline import simulate_plan
 from planner.trace_file import write_trace
@@ -84,6 +87,8 @@ def plan(
     args, kwargs = call_arguments(batch)
     cluster = cluster_of(cluster)
     check_pins(read_pins(pin), cluster.n_devices, global_batch)
+    check_time_limit(time_limit_s)
+    check_processes(processes)
     graph = trace(model, args, kwargs, loss=loss)
     check_fixed_batch(graph, pin, cluster)
     made = plan_graph(
@@ -129,12 +134,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # a refusal says what torch would log
     try:
         with _orderly_termination():
-            return options.run(options)
+            code = options.run(options)
+            sys.stdout.flush()
+        return int(code)
     except KeyboardInterrupt:
         return INTERRUPTED
     except _Terminated:
         return TERMINATED
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
+    except BrokenPipeError:
+        if not _has_lost_reader(sys.stdout):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except OSError as error:
@@ -146,6 +155,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(code, int):
             raise
         return _report(options, error, code)
+
+
+def _has_lost_reader(stream: TextIO) -> bool:
+    """Whether a stream is a pipe whose reader, such as `head`, has seen enough and is gone."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)  # what is looked for is told unasked
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    except (OSError, ValueError):  # a stream without a file, or closed
+        return False
 
 
 class _Terminated(BaseException):
@@ -179,6 +198,7 @@ def _report(options: argparse.Namespace, error: Exception | str, code: int) -> i
     return code
 
 
+@paused_collector()
 def _plan_command(options: argparse.Namespace) -> int:
     files = [Path(name) for name in (options.out, options.trace) if name]
     if len({file.resolve() for file in files}) < len(files):
@@ -194,6 +214,7 @@ def _plan_command(options: argparse.Namespace) -> int:
     return OK
 
 
+@paused_collector()
 def _emit_command(options: argparse.Namespace) -> int:
     if not options.out:
         raise UsageError("say where to write the program with --out FOLDER")

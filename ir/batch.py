@@ -24,6 +24,7 @@ FUNCTIONS = {"batch_norm": "batch_norm in training mode"}
 """Functions of a model that need the whole batch, where more is to be said than their names."""
 NOMINAL_BATCH = 64
 """Batch size at which the greedy choice compares bytes; any size gives the same choices."""
+Placements: TypeAlias = tuple[Placement, ...]
 
 
 def dual(place: Placement) -> Placement:
@@ -56,10 +57,19 @@ class Spread:
         return found
 
 
+def factors_of(block: Block, inputs: Placements = ()) -> Factors:
+    """The factors of a block, inferred once; by its inputs' batch placements where their dims hold
+    more than the batch."""
+    cuts = tuple(
+        place if isinstance(place, Shard) and block.types[name].shape[place.dim] != BATCH else None
+        for name, place in zip(block.inputs, inputs, strict=False)
+    )
+    return _factors_of(block, cuts if any(cuts) else ())
+
+
 @lru_cache(maxsize=512)
-def factors_of(block: Block) -> Factors:
-    """The factors of a block, inferred once."""
-    return infer(block)
+def _factors_of(block: Block, cuts: tuple[Shard | None, ...]) -> Factors:
+    return infer(block, cuts)
 
 
 @lru_cache(maxsize=512)
@@ -101,7 +111,7 @@ def _nominal_bytes(block: Block, name: str) -> int:
 
 def _spread(block: Block, inputs: tuple[Placement, ...], whole: set[Node]) -> Spread:
     """By the cheapest strategy of each node; those in `whole` take no partial sums."""
-    factors = factors_of(block)
+    factors = factors_of(block, inputs)
     leaves = [leaf for leaf, size in factors.size.items() if size == BATCH]
     place: dict[str, Placement] = dict(zip(block.inputs, inputs, strict=True))
     chosen: dict[Node, Strategy] = {}
@@ -139,9 +149,6 @@ def _cost(
         want == PARTIAL == place[name] for name, want in zip(names, option.operands, strict=True)
     )
     return (moved, 0 if option.leaf is not None else 1 if passes else 2)
-
-
-Placements: TypeAlias = "tuple[Placement, ...]"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ir.detect import detected_spec
 from ir.device import GIB, Device, Link
 from ir.errors import UsageError
 from ir.machines import Host, MemoryLevel, memory_levels, usual_host
-from ir.mixed import Nodes, Part, join
+from ir.mixed import Nodes, Part, join, least_of
 from ir.spec import read_spec
 from ir.topology import NODE, Level, cpu_device, local_levels, named_device, ram_bytes
 from ir.topology_text import levels_from_nccl_xml, levels_from_nvidia_smi
@@ -168,6 +168,7 @@ class Cluster:
         """Of the other fields those that say something."""
         facts: dict[str, Any] = {}
         if self.nodes:
+            facts["device_is"] = least_of(self.nodes)  # for people; its name is the slowest kind's
             facts["nodes"] = [[n.count, _device_json(n.device)] for n in self.nodes]
         if self.usd_per_hour:
             facts["usd_per_hour"] = self.usd_per_hour

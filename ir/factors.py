@@ -7,12 +7,13 @@ leaves, and each node's leaves that must stay whole. A leaf is what a sharding c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import sympy
 
-from ir.graph import Block, Node, Size
+from ir.graph import BATCH, Block, Node, Size
 from ir.layout import Shard
 from ir.ops import op_def
 from ir.ops.signature import Signature
@@ -125,13 +126,18 @@ class Factors:
         return next((f for f in self.leaves(value) if self.shard(value, f) == place), None)
 
 
-def infer(block: Block) -> Factors:
-    """Unifies the dims of all values of a block; see the module's docstring."""
+def infer(block: Block, cuts: Sequence[Shard | None] = ()) -> Factors:
+    """Unifies the dims of all values of a block; see the module's docstring. `cuts`: where each
+    input is cut into rows of the batch, since a dim of 6*batch alone does not tell: the view that
+    made it may be in a block before."""
     forest = _Forest()
     dims = {
         name: [[] if size == 1 else [forest.new(size)] for size in kind.shape]
         for name, kind in block.types.items()
     }
+    for name, cut in zip(block.inputs, cuts, strict=False):
+        if cut is not None:
+            dims[name][cut.dim] = _around_batch(forest, dims[name][cut.dim], cut.outer)
     drafts = [(node, *_apply(node, block, dims, forest)) for node in block.nodes]
     for output, tangent in block.tangents:
         _unify_dims(forest, dims[output], dims[tangent])
@@ -153,6 +159,15 @@ def infer(block: Block) -> Factors:
         )  # fmt: skip
     sizes = {leaf: forest.size[leaf] for ds in final.values() for d in ds for leaf in d}
     return Factors(final, nodes, sizes)
+
+
+def _around_batch(forest: _Forest, dim: list[Leaf], outer: Size) -> list[Leaf]:
+    """A dim in three: what the batch is cut inside of, the batch, and what is inside of it."""
+    before_and_batch = sympy.sympify(outer) * BATCH
+    inner = quotient(_size(forest, dim), before_and_batch)
+    if inner is None:
+        return dim
+    return [forest.new(size) for size in (outer, BATCH, inner) if size != 1]
 
 
 def _unify_dims(forest: _Forest, left: list[list[Leaf]], right: list[list[Leaf]]) -> None:

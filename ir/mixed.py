@@ -6,7 +6,7 @@ step waits for, and `Level`s with each node's own rates.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 
 from ir.device import Device
 from ir.errors import UsageError
@@ -83,6 +83,12 @@ def slowest(devices: Sequence[Device]) -> Device:
     )
 
 
+def least_of(nodes: Sequence[Nodes]) -> str:
+    """What devices are taken as where they differ, by the kinds' names."""
+    names = list(dict.fromkeys(part.device.name for part in nodes))
+    return f"a device with the least rates and memory of {' and '.join(names)}"
+
+
 def join(parts: Sequence[Part]) -> tuple[Device, tuple[Level, ...], tuple[Nodes, ...]]:
     """One cluster of all parts' nodes: its slowest device, its levels, what the nodes hold.
 
@@ -105,9 +111,15 @@ def join(parts: Sequence[Part]) -> tuple[Device, tuple[Level, ...], tuple[Nodes,
 def _check_alike(parts: Sequence[Part]) -> None:
     sizes = sorted({part.devices_per_node for part in parts})
     if len(sizes) > 1:
+        each = gcd(*sizes)
+        split = "+".join(
+            f"{part.nodes * part.devices_per_node // each}x{each}x{part.device.name}"
+            for part in parts
+        )
         raise UsageError(
             f"nodes of {sizes[0]} and of {sizes[-1]} devices can't be ranks of one mesh. Use "
-            f"{sizes[0]} devices of each node, or split the larger nodes in the description."
+            f"{sizes[0]} devices of each node, or describe the larger nodes as several of "
+            f"{each}: {split} (nodes x devices x kind)."
         )
     makers = sorted({_library(part.device) for part in parts})
     if len(makers) > 1:

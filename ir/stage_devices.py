@@ -167,8 +167,8 @@ def places_text(cluster: Cluster, mesh: Mesh, word: str) -> str:
 def _names(cluster: Cluster, mesh: Mesh) -> list[str]:
     """Per pipeline rank the device; of one that lies on several, what each is taken as."""
     found = []
-    for rank, device in enumerate(stage_devices(cluster, mesh)):
+    for rank in range(mesh.pipeline):
         held = list(dict.fromkeys(d.name for d in held_devices(cluster, mesh, rank)))
-        alike = f", each taken as {device.name} with the least memory of them" if held[1:] else ""
+        alike = ", each taken as one with the least rates and memory of them" if held[1:] else ""
         found.append(f"{' and '.join(held)}{alike}")
     return found

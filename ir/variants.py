@@ -23,7 +23,7 @@ class Variant:
 
     @property
     def factors(self) -> Factors:
-        return factors_of(self.block)
+        return factors_of(self.block, self.placements)
 
 
 def variants(graph: Graph, flow: Flow) -> tuple[Variant, ...]:

@@ -98,8 +98,7 @@ class Workers:
         shares = self._shares(requests)
         for number, (_, pipe) in enumerate(self._copies, start=1):
             if shares[number]:
-                with suppress(OSError):  # of a copy that was killed: `_received` answers instead
-                    pipe.send(([(n, requests[n][1]) for n in shares[number]], until_s))
+                pipe.ask([(n, requests[n][1]) for n in shares[number]], until_s)
         told = [_told(self.serve, n, requests[n][1], until_s) for n in shares[0]]
         self._busy_s[0] += sum(seconds for *_, seconds in told)
         for number in range(1, len(self._copies) + 1):
@@ -147,7 +146,7 @@ def ahead(function: Callable[[], T]) -> Iterator[Callable[[], T]]:
             yield function
             return
         asked = [(0, None)]
-        workers._copies[0][1].send((asked, inf))
+        workers._copies[0][1].ask(asked, inf)
 
         def answer() -> T:
             ((_, found, _),) = workers._received(1, asked, inf)
@@ -164,6 +163,11 @@ class _Pipe:
     def __init__(self, end: Connection, shared: Sequence[object]) -> None:
         self.end, self.shared = end, shared
         self.numbers = {id(item): number for number, item in enumerate(shared)}
+
+    def ask(self, requests: Sequence[tuple[int, Any]], until_s: float) -> None:
+        """Sends requests to a copy; if it was killed, `Workers._received` answers instead."""
+        with suppress(OSError):
+            self.send((requests, until_s))
 
     def send(self, message: object) -> None:
         numbers, written = self.numbers, io.BytesIO()

@@ -12,6 +12,7 @@ import re
 from ir.cluster import GIB, Cluster, Mesh
 from ir.graph import Block
 from ir.layout import Replicate
+from ir.mixed import least_of
 from ir.ops import op_def
 from ir.stage_devices import are_unlike
 from ir.variants import Variant
@@ -53,10 +54,10 @@ def _unlike_devices(cluster: Cluster, mesh: Mesh) -> list[str]:
             f"{cluster}: hosts, and the latency, shared ports and in-switch sums of links, are "
             "taken as the worst of all nodes; devices and rates of links are each node's own"
         ]
-    device = cluster.device
+    usable = cluster.device.usable_bytes / GIB
     return [
-        f"{cluster}: every device is taken as {device.name} with {device.usable_bytes / GIB:.1f} "
-        "usable GiB, the slowest of them with the least memory; the others wait"
+        f"{cluster}: every device is taken as {least_of(cluster.nodes)}, {usable:.1f} usable GiB; "
+        "faster ones wait"
     ]
 
 

@@ -13,6 +13,7 @@ from ir.cluster import Cluster
 from ir.graph import Node, render
 from ir.layout import Layout, Partial, Shard
 from ir.lower import Lowered
+from ir.mixed import least_of
 from ir.ops import op_def
 from ir.plan import Placed, Plan
 from ir.quantities import duration, size
@@ -46,7 +47,9 @@ def describe(plan: Plan, best: Evaluated) -> str:
 
 def escaped(text: str) -> str:
     """A name from the model with everything unprintable escaped."""
-    return text.encode("unicode_escape").decode("ascii")
+    return "".join(
+        x if x.isprintable() and x != "\\" else x.encode("unicode_escape").decode() for x in text
+    )
 
 
 def common_path(paths: list[str]) -> str:
@@ -77,7 +80,8 @@ def _head(plan: Plan) -> Iterator[str]:
         word = "pipeline rank" if plan.virtual_stages > 1 else "stage"
         where = places_text(plan.cluster, plan.mesh, word)
         yield f"devices  {where}; start the nodes in this order"
-        yield f"blocks   seconds and kept bytes below are those on {plan.cluster.device.name}"
+        nodes = seated(plan.cluster, plan.mesh.size).nodes
+        yield f"blocks   seconds and kept bytes below are those on {least_of(nodes)}"
     if plan.zero:
         parts = ("optimizer state", "gradients", "parameters")[: plan.zero]
         words = " and ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)

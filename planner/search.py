@@ -34,6 +34,7 @@ from planner.candidate import Evaluated, Workload
 from planner.counting import plans_log10
 from planner.describe import describe
 from planner.idle_reason import IdleReason
+from planner.limits import check_processes, check_time_limit
 from planner.no_sizes import no_sizes
 from planner.offload import check_offload
 from planner.offload_choice import OffloadChoice
@@ -79,6 +80,8 @@ def plan(
     if optimizer not in OPTIMIZER_TENSORS:
         known = ", ".join(sorted(OPTIMIZER_TENSORS))
         raise UsageError(f"unknown optimizer {optimizer!r}. Known: {known}.")
+    check_time_limit(time_limit_s)
+    check_processes(processes)
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     pins = read_pins(pin)
     has_batch = any(item.batch_dim is not None for item in graph.inputs)

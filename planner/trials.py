@@ -63,7 +63,7 @@ class Trials:
         key = (request.cluster, request.global_batch, *sorted(request.pins.items()))
         if key not in self.known:
             left_s = self._left_s()
-            if left_s < 0:
+            if left_s <= 0:
                 return None
             self.known[key] = self._planned(request, left_s)
             if self._left_s() < 0:

@@ -1,4 +1,4 @@
-"""What numbers a command line takes: `count`, `rate`, `norm`, as the types of its flags.
+"""What numbers a command line takes: `count`, `seconds`, `rate`, `norm`, as the types of its flags.
 
 Input: an argument's text. Output: its value, or argparse's error, which ends with exit code 2.
 """
@@ -12,6 +12,14 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time to allow: finite, and above zero."""
+    value = _finite(text)
+    if value is None or value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0, such as 30")
+    return value
 
 
 def filled(text: str) -> str:

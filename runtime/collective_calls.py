@@ -104,6 +104,9 @@ class _Bounce:
         if pair + 1 < transport.world_size:
             there, back = (pair, pair + 1), (pair + 1, pair)
             self._channels = transport.channel(*there), transport.channel(*back)
+        else:  # the others have made two more
+            transport.stand_by()
+            transport.stand_by()
 
     def of(self, x: torch.Tensor) -> Callable[[], Any]:
         """The call that bounces `x`."""

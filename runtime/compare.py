@@ -269,7 +269,7 @@ def compare(
     by_tensor = moved_by_rounding([run.tensors for run in nudged], wanted.tensors)
     states = [run.optimizer_state for run in nudged]
     by_state = moved_by_rounding(states, wanted.optimizer_state)
-    free = untrained(wanted.gradients)
+    free = untrained(wanted.gradients, wanted.tensors, wanted.losses[0])
     grad, worst_grad = _worst(found.gradients, wanted.gradients, by_gradient)
     param, worst_param = max(
         _worst(found.tensors, wanted.tensors, by_tensor, free, update),

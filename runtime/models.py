@@ -115,6 +115,7 @@ def _load_file(
         if not sizes_must_fit:
             seq, batch = (seq if "seq" in taken else None), (batch if "batch" in taken else None)
         sizes = _sizes_taken(build, f"{path}:{function}", seq=seq, batch=batch)
+        _check_calls(build, sizes, path, module)
         with _blame(path, f"{function}()"):
             built = build(**sizes)
     model, args, kwargs = _check_built(built, f"{function}() in {path}")
@@ -199,6 +200,30 @@ def _sizes_taken(build: Callable[..., Any], name: str, **sizes: int | None) -> d
             f"function a parameter of that name with a default, or leave {flags} out."
         )
     return given
+
+
+def _check_calls(
+    build: Callable[..., Any], sizes: dict[str, int], path: Path, module: ModuleType
+) -> None:
+    """Refuses a function that needs more than the sizes: it is another one than that which builds
+    the model."""
+    name = getattr(build, "__name__", "the function")
+    needed = [
+        p.name for p in inspect.signature(build).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        and p.name not in sizes
+    ]  # fmt: skip
+    if not needed:
+        return
+    flags = [f"--{word} N" for word in needed if word in ("seq", "batch")]
+    if len(flags) == len(needed):
+        raise UsageError(f"{path}:{name} needs {' and '.join(flags)}: it has no default for that.")
+    other = f" Did you mean {path}:build?" if callable(getattr(module, "build", None)) else ""
+    raise UsageError(
+        f"{path}:{name} is not a function that builds a model: it has to be called with "
+        f"{', '.join(needed)}, and one that builds a model with nothing, or with seq and batch."
+        f"{other if name != 'build' else ''}"
+    )
 
 
 def _check_built(built: object, where: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

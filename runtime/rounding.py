@@ -22,7 +22,8 @@ MOST_WIDER = 100.0
 tolerance of 1e-9 those above 1e-7."""
 
 NOTHING = 1e-12
-"""A gradient that is smaller, as a part of the largest one, is zero but for rounding."""
+"""A gradient that is smaller, as a part of the largest one, or of the loss over the largest
+parameter, is zero but for rounding."""
 
 
 def nudged(model: nn.Module, seed: int) -> nn.Module:
@@ -52,11 +53,16 @@ def moved_by_rounding(
     return found
 
 
-def untrained(gradients: Mapping[str, Tensor]) -> frozenset[str]:
-    """The parameters whose first gradients are nothing beside the model's largest: what trains
-    them is rounding, from the first step on."""
+def untrained(
+    gradients: Mapping[str, Tensor], tensors: Mapping[str, Tensor], loss: float
+) -> frozenset[str]:
+    """The parameters whose first gradients are nothing beside the model's largest, or beside what
+    changes the loss by its own size: what trains them is rounding, from the first step on."""
     sizes = {n: float(g.abs().max()) if g.numel() else 0.0 for n, g in gradients.items()}
-    return frozenset(n for n, s in sizes.items() if s <= NOTHING * max(sizes.values()))
+    held = [float(tensors[n].abs().max()) for n in sizes if n in tensors and tensors[n].numel()]
+    usual = abs(loss) / max(held) if any(held) and abs(loss) < inf else 0.0
+    most = NOTHING * max([usual, *sizes.values()])
+    return frozenset(n for n, s in sizes.items() if s <= most)
 
 
 def scale_of(size: float, moved: float, tolerance: float, *, is_untrained: bool = False) -> float:

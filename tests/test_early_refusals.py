@@ -154,9 +154,8 @@ def test_a_rate_that_trains_nothing_is_no_argument(command, model, idle, value):
 
 
 COUNTS = [
-    ("plan", flag) for flag in ("--seq", "--batch", "--global-batch", "--micro-batches",
-                                "--time-limit")
-] + [("run", "--steps"), ("check", "--devices"), ("explain", "--time-limit")]  # fmt: skip
+    ("plan", flag) for flag in ("--seq", "--batch", "--global-batch", "--micro-batches")
+] + [("run", "--steps"), ("check", "--devices")]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "1.5", "²"])

@@ -87,7 +87,7 @@ def test_a_plan_of_another_model_is_refused(command, saved, tmp_path):  # noqa: 
         (["MODEL", "--plan", "SAVED", "--what-if", "nodes=2"], "one machine"),
         (["MODEL", "--plan", "SAVED", "--what-if", "link.node=9"], "link.shared-memory"),
         (["MODEL", "--cluster", "local:2", "--pin", "tensor=3"], "Use tensor=2"),
-        (["MODEL", "--plan", "SAVED", "--time-limit", "0"], "whole number from 1"),
+        (["MODEL", "--plan", "SAVED", "--time-limit", "0"], "not a number of seconds above 0"),
     ],
 )
 def test_a_wrong_question_is_one_paragraph(command, model, saved, words, reason):  # noqa: F811

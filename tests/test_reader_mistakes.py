@@ -13,7 +13,7 @@ from torch import nn
 import checking
 import shardwright
 from checking import check
-from ir.errors import CaptureError
+from ir.errors import CaptureError, UsageError
 from ir.trace import trace
 from ir.yaml_values import load_yaml
 from runtime.models import Loaded
@@ -68,6 +68,57 @@ def test_a_colon_without_a_function_says_what_is_missing(command, tmp_path):
     code, _, error = command("plan", f"{file}:", "--cluster", "local:1")
     assert code == 2 and "a function's name is missing behind the colon" in error
     assert f"{file}:build" in error
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("def loss(output): return output", "to be called with output, and one"),
+        ("class Other:\n    def __init__(self, width, depth): ...", "called with width, depth"),
+        ("def loss(seq, *, rows, size=1): ...", "called with seq, rows, and"),
+    ],
+)
+def test_a_function_that_builds_no_model_is_said_to_be_none(command, tmp_path, line, words):
+    file = write(tmp_path, f"{IMAGES}\n{line}\n")
+    name = "Other" if "Other" in line else "loss"
+    code, _, error = command("check", f"{file}:{name}", "--devices", "2")
+    assert code == 2 and f"{name} is not a function that builds a model" in error
+    assert words in error and f"Did you mean {file}:build?" in error
+
+
+def test_a_size_that_a_build_function_needs_is_asked_for(command, tmp_path):
+    file = write(tmp_path, IMAGES.replace("build()", "build(seq, batch=2)"))
+    code, _, error = command("check", file, "--devices", "2")
+    assert code == 2 and "build needs --seq N: it has no default" in error
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])
+@pytest.mark.parametrize("name", ["plan", "explain", "emit"])
+def test_a_time_limit_is_a_number_of_seconds(command, tmp_path, name, text):
+    words = [name, write(tmp_path, IMAGES), "--cluster", "local:1", f"--time-limit={text}"]
+    code, _, error = command(*words)
+    assert code == 2 and f"{text!r} is not a number of seconds above 0, such as 30" in error
+
+
+@pytest.mark.parametrize("limit_s", [0, -1.0, float("nan"), "30", True, None])
+def test_a_time_limit_in_python_is_one_too(limit_s):
+    model, batch = nn.Linear(2, 1), torch.ones(4, 2)
+    with pytest.raises(UsageError, match=f"time_limit_s is {limit_s!r}: give a number of seconds"):
+        shardwright.plan(model, "local:1", batch, global_batch=4, time_limit_s=limit_s)
+    with pytest.raises(UsageError, match=f"time_limit_s is {limit_s!r}: give a number of seconds"):
+        shardwright.explain(model, "local:1", batch, global_batch=4, time_limit_s=limit_s)
+
+
+@pytest.mark.parametrize("processes", [0, -1, "2", 1.5, True])
+def test_processes_are_a_whole_number(processes):
+    model, batch = nn.Linear(2, 1), torch.ones(4, 2)
+    with pytest.raises(UsageError, match=f"processes is {processes!r}: give a whole number from 1"):
+        shardwright.plan(model, "local:1", batch, global_batch=4, processes=processes)
+
+
+def test_the_help_says_what_a_time_limit_does(command):
+    text = " ".join(command("plan", "--help")[1].split())
+    assert "best plan so far and its gap, or refused if that is too short to plan any" in text
 
 
 def test_a_folder_that_is_not_there_is_said_to_be_missing(command, tmp_path):

@@ -15,6 +15,7 @@ import torch
 
 from ir.graph import Node
 from ir.ops import signature as sig
+from ir.ops.pairs import distances, distances_backward
 from ir.ops.signature import SignatureRule, along, linear_in, pointwise
 
 
@@ -103,6 +104,8 @@ SIGNATURES: dict[str, tuple[SignatureRule, str]] = {
     "max.default": (along(_argument(1, None)), "memory"),
     "min.default": (along(_argument(1, None)), "memory"),
     "roll.default": (along(_argument(2, ()), linear=linear_in(0)), "memory"),
+    "_cdist_forward.default": (distances, "memory"),
+    "_cdist_backward.default": (distances_backward, "memory"),
     "gather.default": (sig.gather, "memory"),
     "scatter.src": (sig.gather, "memory"),
     "scatter.value": (sig.gather, "memory"),

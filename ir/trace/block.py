@@ -38,19 +38,18 @@ def capture_record(record: Record) -> Capture:
     return capture(_Alone(record), examples, dims)
 
 
-def last_texts(records: list[Record]) -> dict[Any, str]:
-    """Of the last member of each variant that has several, its function's text."""
-    last = {record.variant: record for record in records}
-    first = {record.variant: record for record in reversed(records)}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # in a copy of a process, more would wait for ever
-    try:
-        return {
-            variant: function_text(capture_record(record))
-            for variant, record in last.items() if record is not first[variant]
-        }  # fmt: skip
-    finally:
-        torch.set_num_threads(threads)
+def last_texts(records: list[Record]) -> dict[int, str]:
+    """By the place of the first call of each variant that has several: the text of the function of
+    the last one's member."""
+    first: dict[Any, int] = {}
+    last: dict[Any, int] = {}
+    for place, record in enumerate(records):
+        first.setdefault(record.variant, place)
+        last[record.variant] = place
+    return {
+        first[variant]: function_text(capture_record(records[place]))
+        for variant, place in last.items() if place != first[variant]
+    }  # fmt: skip
 
 
 def _batch_dims(small: tuple[int, ...], large: tuple[int, ...], rows: int) -> dict[int, Any]:

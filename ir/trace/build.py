@@ -8,31 +8,32 @@ gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import sympy
-import torch
 from torch import Tensor, fx, nn
 
 from ir.collector import paused_collector
 from ir.errors import CaptureError, ShardwrightError
-from ir.graph import BATCH, Block, Call, Graph, Input, State
+from ir.graph import BATCH, Graph, Input, State
 from ir.names import Namer
-from ir.trace.adapters import FakeTensorMode, FxNode, one_convolution_kernel
-from ir.trace.block import body_nodes, capture_record, function_text, last_texts
+from ir.trace.adapters import FxNode, one_convolution_kernel
+from ir.trace.block import body_nodes, capture_record, last_texts
 from ir.trace.capture import Capture, capture, explain
 from ir.trace.convert import tensor_type
+from ir.trace.copied import meanwhile
 from ir.trace.fixed_batch import with_reason
 from ir.trace.fold import Record, Recorder, families, named_state
-from ir.trace.joint import Segment, differentiable_outputs, differentiate
+from ir.trace.gradients import Piece, blocks_of
+from ir.trace.joint import Segment
 from ir.trace.masks import recognise_masks
+from ir.trace.members import DryRun, refuse_unlike
 from ir.trace.positions import check_positions
-from ir.trace.segment import canonical, common_path, live_nodes, segment, split
+from ir.trace.segment import common_path, live_nodes, segment, split
 from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of
-from ir.workers import ahead
 
 
 @paused_collector()
@@ -57,7 +58,7 @@ def trace(
     for candidate in _batch_guesses(leaves):
         try:
             with one_convolution_kernel():
-                graph = _Builder(step, candidate, batch, title).graph()
+                graph = _graph(step, candidate, batch, title)
                 return with_reason(graph, step, leaves, first)
         except CaptureError as error:
             first = first or error
@@ -79,46 +80,59 @@ def _batch_guesses(leaves: list[Leaf]) -> list[list[Leaf]]:
     return [*guesses, [replace(leaf, rows=None) for leaf in leaves]]
 
 
-@dataclass
-class _Piece:
-    """A call to be: its segment, and the graph-level values that its inputs and outputs are."""
-
-    segment: Segment
-    sizes: dict[Any, Any]
-    held: list[str]
-    arguments: list[str]
-    results: list[str]
-    path: str
-    name: str
-    input_names: list[str]
-    key: str = ""
+def _graph(step: Step, leaves: list[Leaf], batch: int, title: str) -> Graph:
+    """The graph, with what it takes for granted about members of families seen to meanwhile."""
+    groups = families(step.model)
+    free = any(leaf.rows is not None for leaf in leaves)
+    factor = max(1, math.ceil(SMALLEST_TRACED_BATCH / batch)) if free else 1
+    make = partial(_Builder, step, leaves, factor, title)
+    if not groups:
+        return make(Recorder(step.model, groups, batch * factor)).graph()
+    dry = DryRun(step, leaves, factor, batch * factor)
+    with meanwhile(partial(dry.last_texts_of_every, groups)) as last_texts_of_every:
+        try:
+            builder = make(dry.recorder(groups, "record"))
+            graph = builder.graph()
+        except Exception:
+            if last_texts_of_every() is not None:
+                raise
+        else:
+            if (last := last_texts_of_every()) is not None:
+                refuse_unlike(builder.recorder.records, builder.captures, last)
+                return graph
+    builder = make(dry.recorder(groups, "every"))
+    graph = builder.graph()
+    records = builder.recorder.records
+    refuse_unlike(records, builder.captures, last_texts(records))
+    return graph
 
 
 class _Builder:
     """One trace; see the module's docstring."""
 
-    def __init__(self, step: Step, leaves: list[Leaf], batch: int, title: str):
-        self.step, self.leaves, self.title = step, leaves, title
-        self.batch = batch
-        free = any(leaf.rows is not None for leaf in leaves)
-        self.factor = max(1, math.ceil(SMALLEST_TRACED_BATCH / batch)) if free else 1
+    def __init__(
+        self, step: Step, leaves: list[Leaf], factor: int, title: str, recorder: Recorder
+    ) -> None:
+        self.step, self.leaves, self.factor, self.title = step, leaves, factor, title
+        self.recorder = recorder
+        self.captures: dict[Any, Capture] = {}
         self.namer = Namer()
         self.input_names = [self.namer(leaf.name, default="input") for leaf in leaves]
         self.state: dict[str, State] = {}
         self.by_tensor: dict[Any, str] = {}
         self.tensors = dict(named_state(step.model))
         self.updates: dict[str, str] = {}
-        self.pieces: list[_Piece] = []
+        self.pieces: list[Piece] = []
         self.notes: list[str] = []
 
     def graph(self) -> Graph:
-        groups = families(self.step.model)
-        recorder = self._recorded(groups)
-        with ahead(partial(last_texts, recorder.records)) as texts:
-            top = self._capture_all(recorder)
-            self._capture_blocks(recorder, texts())
-        outputs = self._lay_out(top, recorder)
-        blocks, calls, needs = self._differentiate(outputs[0])
+        top = self._capture_all()
+        for record in self.recorder.records:
+            if record.variant not in self.captures:
+                self.captures[record.variant] = capture_record(record)
+        outputs = self._lay_out(top)
+        trainable = {s.name for s in self.state.values() if s.trainable}
+        blocks, calls, needs = blocks_of(self.pieces, trainable, outputs[0])
         guards = [*top.guards, *(g for c in self.captures.values() for g in c.guards)]
         state = [self._final(s, needs) for s in self.state.values()]
         if not any(s.trainable for s in state):
@@ -138,18 +152,11 @@ class _Builder:
 
     # capture
 
-    def _recorded(self, groups: list[tuple[str, ...]]) -> Recorder:
-        recorder = Recorder(self.step.model, groups, self.batch * self.factor)
-        if groups:
-            self._dry_run(recorder, "record", self.factor)
-            self._dry_run(recorder, "resize", 2 * self.factor)
-        return recorder
-
-    def _capture_all(self, recorder: Recorder) -> Capture:
+    def _capture_all(self) -> Capture:
         """Everything but what is in members of families."""
         examples = [leaf.example(self.factor) for leaf in self.leaves]
         dims = [{0: BATCH} if leaf.rows is not None else {} for leaf in self.leaves]
-        with recorder.installed("opaque"):
+        with self.recorder.installed("opaque"):
             top = capture(self.step, examples, dims)
         self.input_types = [tensor_type(leaf.tensor, {}) for leaf in self.leaves]
         for node in top.graph.nodes:
@@ -171,37 +178,9 @@ class _Builder:
             replace(x, rows=None) if i == index else x for i, x in enumerate(self.leaves)
         ]
 
-    def _dry_run(self, recorder: Recorder, phase: str, factor: int) -> None:
-        """Runs the step on fake tensors to see how the family members are called."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fakes: dict[str, Tensor] = {k: mode.from_tensor(v) for k, v in named_state(self.step)}
-        inputs = [mode.from_tensor(leaf.example(factor)) for leaf in self.leaves]
-        try:
-            with recorder.installed(phase), mode, torch.no_grad():
-                torch.func.functional_call(self.step, fakes, tuple(inputs))
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise explain(error, self.step) from error
-
-    def _capture_blocks(self, recorder: Recorder, last: Mapping[Any, str]) -> None:
-        """Captures the first member of each variant; the last one must come out the same."""
-        self.captures: dict[Any, Capture] = {}
-        for record in recorder.records:
-            if record.variant in self.captures:
-                continue
-            members = [r for r in recorder.records if r.variant == record.variant]
-            self.captures[record.variant] = first = capture_record(record)
-            if len(members) > 1 and function_text(first) != last[record.variant]:
-                raise CaptureError(
-                    f"{record.path} and {members[-1].path} look alike but compute different "
-                    "things (a captured constant or a hidden attribute differs). Make the "
-                    "difference a plain attribute of the module."
-                )
-
     # lay out
 
-    def _lay_out(self, top: Capture, recorder: Recorder) -> list[str]:
+    def _lay_out(self, top: Capture) -> list[str]:
         """Names every graph-level value and lists the pieces; returns the output values."""
         values: dict[fx.Node, str] = {}
         for node in top.graph.nodes:
@@ -212,7 +191,7 @@ class _Builder:
             if isinstance(item, list):
                 self._flat_piece(item, values, top)
             else:
-                self._folded_piece(item, values, recorder.records)
+                self._folded_piece(item, values)
         for holder, node in top.updates.items():
             self._refuse_input_write(holder, top)
             place = next(n for n in values if n.name == holder)
@@ -270,14 +249,12 @@ class _Builder:
         names = [self._local_name(values[n], path) for n in piece.inputs]
         held = [self._held(values[n]) for n in piece.inputs]
         self.pieces.append(
-            _Piece(piece, top.sizes, held, [values[n] for n in piece.inputs],
+            Piece(piece, top.sizes, held, [values[n] for n in piece.inputs],
                    [values[n] for n in outputs], path, path or "main", names)
         )  # fmt: skip
 
-    def _folded_piece(
-        self, call: FxNode, values: dict[fx.Node, str], records: list[Record]
-    ) -> None:
-        record = records[int(call.args[1])]
+    def _folded_piece(self, call: FxNode, values: dict[fx.Node, str]) -> None:
+        record = self.recorder.records[int(call.args[1])]
         body = self.captures[record.variant]
         nodes = body_nodes(body)
         holders = [n for n in body.graph.nodes if n.op in ("placeholder", "get_attr")]
@@ -313,7 +290,7 @@ class _Builder:
         held = [self._held(a) for a in arguments]
         name = record.path.rsplit(".", 1)[0]
         self.pieces.append(
-            _Piece(Segment(tuple(nodes), inputs, tuple(outputs)), body.sizes, held, arguments,
+            Piece(Segment(tuple(nodes), inputs, tuple(outputs)), body.sizes, held, arguments,
                    results, record.path, name, names)
         )  # fmt: skip
 
@@ -338,55 +315,6 @@ class _Builder:
         full = self.state[value].names[0]
         relative = full.removeprefix(path + ".") if path else full
         return relative.removeprefix(".")
-
-    # differentiate
-
-    def _differentiate(self, loss: str) -> tuple[list[Block], list[Call], set[str]]:
-        for piece in self.pieces:
-            piece.key = canonical(piece.segment, piece.sizes, piece.held)
-        carrying = self._carrying()
-        wanted = {loss}
-        blocks: list[Block] = []
-        index: dict[Any, int] = {}
-        calls: list[Call] = []
-        namer = Namer()
-        for piece, needs in zip(reversed(self.pieces), reversed(carrying), strict=True):
-            carries = tuple(
-                ok and r in wanted for r, ok in zip(piece.results, needs[1], strict=True)
-            )
-            key = (piece.key, needs[0], carries)
-            if key not in index:
-                index[key] = len(blocks)
-                name = namer(piece.name, default="block")
-                blocks.append(
-                    differentiate(piece.segment, list(needs[0]), list(carries), piece.sizes, name,
-                                  piece.input_names)
-                )  # fmt: skip
-            block = blocks[index[key]]
-            received = dict(zip(block.inputs, piece.arguments, strict=True))
-            wanted |= {received[name] for name, _ in block.gradients}
-            calls.append(
-                Call(index[key], tuple(piece.arguments), tuple(piece.results), piece.path)
-            )
-        order = sorted(range(len(blocks)), key=lambda b: -max(
-            i for i, call in enumerate(calls) if call.block == b))  # fmt: skip
-        rank = {old: new for new, old in enumerate(order)}
-        calls = [Call(rank[c.block], c.arguments, c.results, c.path) for c in reversed(calls)]
-        return [blocks[i] for i in order], calls, wanted
-
-    def _carrying(self) -> list[tuple[tuple[bool, ...], tuple[bool, ...]]]:
-        """Per piece: which inputs need a gradient, which outputs carry one."""
-        carrying: set[str] = {s.name for s in self.state.values() if s.trainable}
-        known: dict[Any, tuple[bool, ...]] = {}
-        found = []
-        for piece in self.pieces:
-            needs = tuple(argument in carrying for argument in piece.arguments)
-            key = (piece.key, needs)
-            if key not in known:
-                known[key] = tuple(differentiable_outputs(piece.segment, list(needs)))
-            found.append((needs, known[key]))
-            carrying |= {r for r, c in zip(piece.results, known[key], strict=True) if c}
-        return found
 
     def _final(self, state: State, wanted: set[str]) -> State:
         trainable = state.trainable and state.name in wanted

@@ -159,11 +159,23 @@ class Record:
         return [name for name, _, _ in named_tensors(self.module, args, kwargs)]
 
     @property
+    def call(self) -> tuple[Any, ...]:
+        """The family, and what its member was called with: literals and types of tensors."""
+        return self.family, str(self.spec), *map(_word, self.leaves)
+
+    @property
+    def made(self) -> tuple[Any, ...]:
+        """What came out: literals and types of tensors."""
+        return str(self.out_spec), *map(_word, self.out_leaves)
+
+    @property
     def variant(self) -> tuple[Any, ...]:
         """Calls with the same variant share one captured block."""
-        types = tuple((tuple(t.shape), t.dtype) for t in self.inputs)
-        constants = tuple(repr(leaf) for leaf in self.leaves if not isinstance(leaf, Tensor))
-        return self.family, str(self.spec), constants, types, self.operations
+        return *self.call, self.operations
+
+
+def _word(leaf: Any) -> str:
+    return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
 
 
 _PENDING: dict[str, Record] = {}
@@ -212,12 +224,14 @@ class Recorder:
     def __init__(self, model: nn.Module, groups: list[tuple[str, ...]], rows: int):
         self.model, self.groups, self.rows = model, groups, rows
         self.records: list[Record] = []
+        self.known: dict[Any, Record] = {}
         self.position = 0
         self.phase = "record"
 
     @contextmanager
     def installed(self, phase: str) -> Iterator[None]:
-        """`record` at the first batch size, `resize` at the second, `opaque` during export."""
+        """`record` or `every` at the first batch size, `resize` at the second, `opaque` during
+        export. `record` takes equal calls of a family to do the same, `every` runs each."""
         self.phase, self.position = phase, 0
         members = [(i, path) for i, group in enumerate(self.groups) for path in group]
         for family, path in members:
@@ -233,7 +247,7 @@ class Recorder:
     def _stub(self, family: int, path: str, module: nn.Module, forward: Any) -> Any:
         def stub(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = flatten((args, kwargs))
-            if self.phase == "record":
+            if self.phase in ("record", "every"):
                 return self._record(family, path, module, forward, leaves, spec)
             record = self.records[self.position]
             self.position += 1
@@ -248,14 +262,24 @@ class Recorder:
     def _record(self, family: int, path: str, module: nn.Module, forward: Any,
                 leaves: list[Any], spec: Any) -> Any:  # fmt: skip
         record = Record(path, family, module, spec, leaves, self.rows)
+        known = self.known.setdefault(record.call, record)
+        if known is record or self.phase == "every":
+            self._run(record, forward)
+        else:
+            record.out_leaves, record.out_spec = known.out_leaves, known.out_spec
+            record.operations = known.operations
+        self.records.append(record)
+        fresh = [torch.empty_like(t) for t in _tensors(record.out_leaves)]
+        return self._results(record, fresh)
+
+    @staticmethod
+    def _run(record: Record, forward: Any) -> None:
+        module, leaves, spec = record.module, record.leaves, record.spec
         args, kwargs = unflatten(leaves, spec)
         inputs = {f"input {i}": x for i, x in enumerate(_tensors(leaves))}
         with _Operations(inputs | dict(named_state(module))) as seen:
             record.out_leaves, record.out_spec = flatten(forward(*args, **kwargs))
         record.operations = seen.digest
-        self.records.append(record)
-        fresh = [torch.empty_like(t) for t in _tensors(record.out_leaves)]
-        return self._results(record, fresh)
 
     def _resize(self, record: Record, forward: Any, leaves: list[Any], spec: Any) -> Any:
         """Runs once per variant; pairs the sizes at both batch sizes."""

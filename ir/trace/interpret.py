@@ -20,12 +20,13 @@ from ir.trace.library import ops
 from ir.trace.lift import LIFTS, matmul
 from ir.trace.lift_layers import LAYERS
 from ir.trace.lift_losses import LOSSES, POINTWISE
+from ir.trace.lift_windows import WINDOWS
 from ir.trace.source import source_of
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
 COPY = aten.copy_.default
-RULES = LIFTS | LOSSES | LAYERS
+RULES = LIFTS | LOSSES | LAYERS | WINDOWS
 REWRITTEN = RULES.keys() - {*POINTWISE, aten.embedding.default}
 """What the rules leave none of."""
 RECURRENT = {

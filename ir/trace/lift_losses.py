@@ -92,3 +92,31 @@ def cross_entropy_loss(
         count = (target != ignore_index).sum().to(losses.dtype)
         return losses.sum() / count
     return losses.sum() if reduction == SUM else losses.reshape(shape)
+
+
+@LOSSES.of(aten.multi_margin_loss.default)
+def multi_margin_loss(
+    x: Tensor, target: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None,
+    reduction: int = MEAN,
+) -> Tensor:  # fmt: skip
+    """x [n, classes] (or [classes]), target [n]: every other class has to be `margin` lower."""
+    places = target.unsqueeze(-1)
+    over = (x - x.gather(-1, places) + margin).clamp_min(0) ** p
+    if weight is not None:
+        over = over * weight[places]
+    is_other = torch.arange(x.shape[-1], device=x.device) != places
+    return _reduce((over * is_other).sum(-1) / x.shape[-1], reduction)
+
+
+@LOSSES.of(aten.multilabel_margin_loss.default)
+def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int = MEAN) -> Tensor:
+    """x, target [n, classes] (or [classes]); the labels of a row end where its first -1 is. Every
+    class that is no label has to be lower by 1 than each label."""
+    counts = (target < 0).to(x.dtype).cumsum(-1) == 0
+    labels = target.masked_fill(counts.logical_not(), 0)
+    classes = torch.arange(x.shape[-1], device=x.device)
+    is_it = (labels.unsqueeze(-1) == classes) & counts.unsqueeze(-1)
+    is_other = is_it.any(-2).logical_not()
+    over = (x.unsqueeze(-2) - x.gather(-1, labels).unsqueeze(-1) + 1).clamp_min(0)
+    sums = (over * (counts.unsqueeze(-1) & is_other.unsqueeze(-2))).sum((-2, -1))
+    return _reduce(sums / x.shape[-1], reduction)

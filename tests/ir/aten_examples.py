@@ -166,3 +166,9 @@ for dims, x, places in (("2d", image, real(N, 5, 3, 2)), ("3d", volume, real(N, 
     back = (torch.randn_like(seen), x, places.tanh(), 0, 0, True)
     example(f"grid_sampler_{dims}_backward.default", (*back, [True, True]), 2, 1)
     example(f"grid_sampler_{dims}_backward.default", (*back, [False, True]), 2, 1, name="grid only")
+
+points = real(N, N, 5), real(N, N, 5)
+example("_cdist_forward.default", (*points, 2.0, None), 3)
+example("_cdist_forward.default", (points[0], real(N, 5), 1.0, None), 3, name="to the same points")
+away = torch.cdist(*points)
+example("_cdist_backward.default", (torch.randn_like(away), *points, 2.0, away), 3, 1)

@@ -53,13 +53,23 @@ def test_equal_layers_share_one_block() -> None:
     assert len(blocks) == 5 and len(set(blocks)) == 1
 
 
-def test_the_capture_of_a_layer_does_not_grow_with_their_number() -> None:
+def test_the_capture_of_a_layer_does_not_grow_with_their_number(monkeypatch) -> None:
     """Beyond one dry run of each layer, only one of them is captured and one more compared."""
+    monkeypatch.setattr("ir.workers.can_fork", lambda: False)  # a copy's runs are not seen here
     counts = []
     for layers in (4, 12):
         Layer.runs = 0
         traced([Layer() for _ in range(layers)])
         counts.append(Layer.runs - layers)
+    assert counts[0] == counts[1]
+
+
+def test_a_process_runs_one_layer_of_those_alike_and_a_copy_of_it_all() -> None:
+    counts = []
+    for layers in (4, 12):
+        Layer.runs = 0
+        traced([Layer() for _ in range(layers)])
+        counts.append(Layer.runs)
     assert counts[0] == counts[1]
 
 
@@ -119,9 +129,11 @@ EXTRAS = (from_a_dict, from_a_private_attribute, from_its_index, from_the_order_
           from_a_constant)  # fmt: skip
 
 
+@pytest.mark.parametrize("can_fork", [True, False])
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_a_middle_layer_that_differs_is_not_folded(extra) -> None:
+def test_a_middle_layer_that_differs_is_not_folded(extra, can_fork, monkeypatch) -> None:
     """The first and the last are alike: comparing these two would not be enough."""
+    monkeypatch.setattr("ir.workers.can_fork", lambda: can_fork)
     layers = [Layer(extra) for _ in range(5)]
     for index, layer in enumerate(layers):
         layer.index = index
@@ -157,4 +169,16 @@ def test_a_difference_that_only_the_capture_shows_is_refused() -> None:
     for index, layer in enumerate(layers):
         layer.index = index
     with pytest.raises(CaptureError, match=r"layers\.0 and layers\.2 look alike but compute"):
+        traced(layers)
+
+
+def shorter(layer: Layer, y: Tensor) -> Tensor:
+    return y if layer.index != 2 else y[:, :3]
+
+
+def test_the_first_to_fail_is_named_though_equal_calls_are_not_all_run_here() -> None:
+    layers = [Layer(shorter) for _ in range(4)]
+    for index, layer in enumerate(layers):
+        layer.index = index
+    with pytest.raises(CaptureError, match=r"module 'layers\.2'"):
         traced(layers)

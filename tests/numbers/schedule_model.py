@@ -19,6 +19,7 @@ from ir.trace import trace
 from tests.hand_plan import even_stages, hand_plan, keep_all, kinds_of, whole_shardings
 
 ROWS, WIDTH, VOCAB, LAYERS = 8, 6, 10, 6
+TIED_ROWS = 12
 
 
 class Layer(nn.Module):
@@ -55,6 +56,16 @@ def build(dropout: float = 0.0) -> tuple[nn.Module, tuple[Any, ...]]:
     torch.manual_seed(0)
     ids, labels = torch.randint(0, VOCAB, (2, ROWS, 5))
     return Net(dropout), (ids, labels)
+
+
+def build_tied() -> tuple[Net, tuple[Any, ...]]:
+    """With state that stages 0 and 1, 1 and 2, 0 and 2 of three share, and the other does not."""
+    torch.manual_seed(0)
+    ids, labels = torch.randint(0, VOCAB, (2, TIED_ROWS, 5))
+    model = Net()
+    norms = [layer.norm for layer in model.layers]
+    norms[3].weight, norms[5].bias = norms[0].weight, norms[3].bias
+    return model, (ids, labels)
 
 
 def traced(dropout: float = 0.0) -> Graph:

@@ -54,6 +54,25 @@ def test_the_bias_before_a_batch_norm_is_no_mismatch():
         assert result["status"] == "ok", result
 
 
+class Constant(nn.Module):
+    """Its loss is the number of rows, whatever the parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.layer(x).softmax(-1).sum()
+
+
+def test_gradients_that_are_all_zero_in_truth_are_no_mismatch():
+    torch.manual_seed(0)
+    loaded = Loaded(Constant(), (torch.randn(12, 16),), {}, None, "constant")
+    for pin in ({"data": 2}, {"tensor": 2}):
+        (found,) = check(loaded, 2, pin=pin)
+        assert found["status"] == "ok", found
+
+
 class Balanced(nn.Module):
     """The batch norm's bias starts where the loss has its minimum in it."""
 

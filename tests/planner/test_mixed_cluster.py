@@ -1,11 +1,14 @@
 """Clusters whose nodes hold different devices: what each has, and that a plan takes the least."""
 
 import json
+from math import prod
 
 import pytest
 
 from ir.cluster import GIB, Cluster, Mesh
 from ir.errors import UsageError
+from ir.mixed import least_of
+from ir.plan import Plan
 from planner.links import axis_groups
 from planner.search import plan
 from tests.planner.small_models import products
@@ -101,6 +104,32 @@ def test_nodes_that_can_not_be_one_cluster_are_refused(tmp_path, text, message) 
         Cluster.parse(str(path))
 
 
+@pytest.mark.parametrize(
+    ("spec", "works"),
+    [
+        ("2xL4+1xA100-80GB", "2x1xL4+1x1xA100-80GB"),
+        ("3x8xH100-SXM+2x6xA100-80GB", "12x2xH100-SXM+6x2xA100-80GB"),
+    ],
+)
+def test_nodes_of_unlike_sizes_are_told_a_description_that_works(spec, works) -> None:
+    with pytest.raises(UsageError) as e:
+        Cluster.parse(spec)
+    assert f": {works} (nodes x devices x kind)" in str(e.value)
+    assert Cluster.parse(works).n_devices == sum(
+        prod(int(n) for n in part.split("x")[:-1]) for part in spec.split("+")
+    )
+
+
+def test_a_plan_names_all_kinds_that_its_numbers_are_of() -> None:
+    for pin in ({"data": 4}, {"pipeline": 2, "data": 2}):
+        cluster = Cluster.parse("1x2xL4+1x2xA100-80GB")
+        made = plan(products(4), cluster, global_batch=64, pin=pin)
+        words = least_of(made.cluster.nodes)
+        assert "L4" in words and "A100-80GB" in words and words in str(made)
+        assert made.to_json()["cluster"]["device_is"] == words
+        assert Plan.from_json(made.to_json()) == made
+
+
 def test_a_plan_takes_every_device_as_the_least_and_says_so() -> None:
     graph = products(4)
     slow, mixed = (
@@ -109,7 +138,8 @@ def test_a_plan_takes_every_device_as_the_least_and_says_so() -> None:
     )
     assert mixed.prediction.step_s >= slow.prediction.step_s * (1 - 1e-9)
     assert mixed.prediction.capacity_bytes == slow.prediction.capacity_bytes
-    note = "every device is taken as A100-40GB with 37.0 usable GiB"
+    least = "a device with the least rates and memory of H100-SXM and A100-40GB"
+    note = f"every device is taken as {least}, 37.0 usable GiB"
     assert any(note in item for item in mixed.approximations) and note in str(mixed)
     assert not any("every device" in item for item in slow.approximations)
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -79,7 +79,7 @@ class Interleaving:
                 for place, stage in enumerate(plan.assignment[rank :: self.ranks])
                 for choice in stage
             ]
-            filled.append(_most_bytes(chosen, self.problem.moments[rank])[0])
+            filled.append(self._descent.most_bytes(rank, chosen)[0])
         return filled
 
 
@@ -125,6 +125,8 @@ class _Descent:
         self.contents: dict[Content, int] = {}
         self.known: dict[tuple[int, float, tuple[int, ...]], Rank] = {}
         self.rooms = problem.capacity_bytes[:ranks]
+        self.moments = [sorted(found, reverse=True) for found in problem.moments[:ranks]]
+        self.counts = [np.array(found, dtype=float) for found in self.moments]
         every = [problem.runs_at(rank) for rank in range(ranks)]
         self.alike = [every.index(runs) for runs in every]  # the first rank with the same devices
         self.run_s = [fastest_s(runs) for runs in every]
@@ -141,7 +143,7 @@ class _Descent:
         while left:
             moved = _moved(cuts, moves[place], least)
             place, left = (place + 1) % len(moves), left - 1
-            if moved is None or (found[0] == 0 and self._least_s(moved) > found[1] * (1 + TINY)):
+            if moved is None or (found[0] == 0 and self._is_worse(moved, found[1] * (1 + TINY))):
                 continue
             value = self.value(moved)
             if _is_less(value, found):
@@ -155,18 +157,27 @@ class _Descent:
         step_s = self._step_s(times, max(tail for _, tail, _ in parts))
         return sum(unfit for _, _, unfit in parts), step_s, sum(time * time for time in times)
 
-    def _least_s(self, cuts: Cuts) -> float:
-        """No more than the step of these cuts: of a rank that was not looked at, every block at its
-        fastest."""
+    def _is_worse(self, cuts: Cuts, step_s: float) -> bool:
+        """Whether these cuts take longer or a rank does not fit. Ranks that were not looked at take
+        at least what every block does at its fastest; they are looked at until that tells."""
         contents = tuple(map(self.content, cuts, cuts[1:]))
-        times = []
+        times, unknown = [], []
         for rank in range(self.ranks):
             numbers = contents[rank :: self.ranks]
             known = self.known.get((rank, self.rooms[rank], numbers))
-            alike = self.alike[rank]
-            least_s = sum(self.fastest_s(alike, n) for n in numbers) + self.sends_s[rank]
+            if known and known[2]:
+                return True
+            least_s = self.fastest_s(self.alike[rank], numbers) + self.sends_s[rank]
             times.append(known[0] if known else least_s)
-        return self._step_s(times, 0.0)
+            unknown += [] if known else [rank]
+        while self._step_s(times, 0.0) <= step_s:
+            if not unknown:
+                return False
+            rank = unknown.pop()
+            times[rank], _, is_unfit = self._rank(rank, contents[rank :: self.ranks])
+            if is_unfit:
+                return True
+        return True
 
     def _step_s(self, times: Sequence[float], tail_s: float) -> float:
         """Of the ranks' seconds of a micro-batch."""
@@ -195,10 +206,11 @@ class _Descent:
         content = tuple(sorted(Counter(self.block_runs[a:b]).items()))
         return self.contents.setdefault(content, len(self.contents))
 
-    def _fastest_s(self, rank: int, number: int) -> float:
-        """Of the content of that number, every block at its fastest; on the devices of a rank."""
-        content = next(islice(self.contents, number, None))
-        return sum(count * self.run_s[rank][run] for run, count in content)
+    def _fastest_s(self, rank: int, numbers: tuple[int, ...]) -> float:
+        """Of stages with the contents of those numbers, every block at its fastest; on the devices
+        of a rank."""
+        known = tuple(self.contents)
+        return sum(n * self.run_s[rank][run] for number in numbers for run, n in known[number])
 
     def _held(self, rank: int, run: int, held: Held) -> HeldRun:
         """On the devices of a rank."""
@@ -250,7 +262,7 @@ class _Descent:
         self, rank: int, contents: tuple[Content, ...], moment: Sequence[Held]
     ) -> list[HeldRun]:
         return [
-            replace(self.held(self.alike[rank], r, held), count=count)
+            self.held(self.alike[rank], r, held).of_so_many(count)
             for held, content in zip(moment, contents, strict=True) for r, count in content
         ]  # fmt: skip
 
@@ -264,7 +276,20 @@ class _Descent:
             (places[c.run][0], c.count, runs[places[c.run][1]].points[c.point])
             for c in points.choices
         ]
-        return _most_bytes(chosen, self.problem.moments[rank])
+        return self.most_bytes(rank, chosen)
+
+    def most_bytes(
+        self, rank: int, chosen: Sequence[tuple[int, int, Point]]
+    ) -> tuple[float, Moment]:
+        """Of a rank with blocks by (place of their stage, number, point); and at which moment."""
+        kept = np.zeros((self.virtual, 2))
+        for place, count, point in chosen:
+            kept[place] += count * point.saved_bytes, count * point.pending_bytes
+        held = (self.counts[rank] * kept).sum(axis=(1, 2))
+        fullest = int(held.argmax())
+        always = max(point.transient_bytes for _, _, point in chosen)
+        always += sum(count * point.persistent_bytes for _, count, point in chosen)
+        return always + float(held[fullest]), self.moments[rank][fullest]
 
     def _tail_s(self, rank: int, contents: tuple[Content, ...]) -> float:
         runs = self.problem.runs_at(rank)
@@ -272,19 +297,6 @@ class _Descent:
             count * (runs[r].sync_s + runs[r].optimizer_s)
             for content in contents for r, count in content
         )  # fmt: skip
-
-
-def _most_bytes(
-    chosen: Sequence[tuple[int, int, Point]], moments: Sequence[Moment]
-) -> tuple[float, Moment]:
-    """Of blocks by (place of their stage, number, point); and at which moment."""
-    always = max(point.transient_bytes for _, _, point in chosen)
-    always += sum(count * point.persistent_bytes for _, count, point in chosen)
-    held, moment = max(
-        (sum(count * moment_bytes(moment[place], point) for place, count, point in chosen), moment)
-        for moment in moments
-    )
-    return always + held, moment
 
 
 def _mean(moments: Sequence[Moment]) -> list[Held]:

@@ -14,12 +14,13 @@ from ir.batch import Spread
 from ir.graph import Node, TensorType
 from ir.layout import REPLICATE, Layout, Placement, Shard
 from ir.lower import Degrees, local_type
+from ir.ops import op_def
 from ir.strategies import Strategy, strategies
 from ir.variants import Variant
 from planner.cost import CostModel
 from planner.ports import divides
 from planner.price import CROSS_ENTROPY_REDUCTIONS
-from planner.work import work_of
+from planner.work import Work, work_of
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ class NodePrices:
         name = node.outputs[0]
         if name not in self.known:
             found = strategies(node, self.variant.factors, self._leaves)
+            if op_def(node.op).kind == "view":
+                self.known[name] = [(option, self._view_s) for option in found]
+                return self.known[name]
             batch = self._spread.chosen[node]
             self.known[name] = [(option, self._seconds(node, batch, option)) for option in found]
         return self.known[name]
@@ -45,6 +49,11 @@ class NodePrices:
     @cached_property
     def _spread(self) -> Spread:
         return self.variant.spread
+
+    @cached_property
+    def _view_s(self) -> float:
+        """Of a view, which takes the same in any layout."""
+        return self.cost.compute_s(Work("view", 0.0, 0.0, "float32"))
 
     @cached_property
     def _leaves(self) -> tuple[int, ...]:

@@ -19,6 +19,9 @@ from planner.node_prices import NodePrices
 from planner.sharding_program import Habits, ShardingProgram
 from planner.solver import Relaxation, Solution, Term
 
+TIE = 1e-6
+"""Of the least seconds: what all that nodes may make counts as where shardings are equal."""
+
 
 @dataclass(frozen=True)
 class ShardingResult:
@@ -82,13 +85,22 @@ class Shardings:
         pipeline ranks."""
         program = self.built.program
         terms = [*program.cost(micro_batches, byte_price_s, exchange_s, pieces), *sends]
-        solution = self.relaxation.minimum(terms)
+        solution = self._smaller(terms, self.relaxation.minimum(terms))
         if not solution.is_integral:
             program.model.minimise(terms)
             solution = program.model.solve(gap)
         held_bytes = sum(size * solution[v] for size, v in program.sizes)
         seconds = solution.objective - byte_price_s * held_bytes
         return replace(_decoded(self.built, solution), seconds=seconds, held_bytes=held_bytes)
+
+
+    def _smaller(self, terms: Sequence[Term], least: Solution) -> Solution:
+        """Of the solutions that take as long as the least one, one whose nodes make less."""
+        made = self.built.program.made
+        price_s = TIE * least.bound / max(1.0, sum(size for size, _ in made))
+        found = self.relaxation.minimum([*terms, *((price_s * size, v) for size, v in made)])
+        seconds = sum(cost * found[v] for cost, v in terms)
+        return replace(found, objective=seconds, bound=least.bound)
 
 
 def shard(

@@ -18,15 +18,18 @@ micro-batch counts and prices of memory.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ir.graph import Graph
-from ir.layout import REPLICATE, Layout, Placement, Shard
+from ir.layout import PARTIAL, REPLICATE, Layout, Placement, Shard
 from ir.lower import Degrees
-from ir.reshard import possible, step
+from ir.reshard import step
 from ir.variants import Variant
 from planner.cost import CostModel
+from planner.flows import flows
 from planner.node_prices import NodePrices
 from planner.phases import Phase, node_phases, update_s
 from planner.ports import Port, Ports, connect, options
@@ -54,7 +57,7 @@ class Habits:
     cut_activations: bool = False
 
 
-def _moves(*, late: bool, prompt: bool) -> tuple[Phase, ...]:
+def _phases(*, late: bool, prompt: bool) -> tuple[Phase, ...]:
     """When a value may be resharded for the weights' half, or for what comes before; `prompt`: it
     is needed there as well."""
     if not late:
@@ -82,6 +85,7 @@ class ShardingProgram:
         self.known_reshards: dict[tuple[int, str, Placement, Placement], float] = {}
         self.ports: Ports = connect(graph, kinds)
         self.program = Terms()
+        self.flows: list[tuple[Use, Placement, Placement, list[Variable]]] = []
         numbers = range(len(kinds))
         self._classes()
         self.prices = [*prices] or [self._node_prices(n) for n in numbers]
@@ -90,6 +94,7 @@ class ShardingProgram:
         for number in numbers:
             self._edges(number)
             self._deliveries(number)
+        self._pay()
 
     def _node_prices(self, number: int) -> NodePrices:
         whole = self._crossing_leaves(number) if self.habits.whole_activations else ()
@@ -174,14 +179,27 @@ class ShardingProgram:
         """(1), with the compute cost of each strategy."""
         variant, program = self.kinds[number], self.program
         phases = node_phases(self.graph, variant)
-        for node in variant.block.nodes:
-            row = []
+        for i, node in enumerate(variant.block.nodes):
+            row, backward = [], i >= variant.block.n_forward
             for option, seconds in self.prices[number].options(node):
                 variable = program.model.binary()
                 row.append((option, variable))
                 self._spend(number, node.outputs[0], seconds, variable, phases[node])
+                names = [name for name in node.outputs if name in variant.block.types]
+                for name, place in zip(names, option.results, strict=True):
+                    self._make(number, name, place, variable, backward=backward)
             program.chosen[number, node] = row
             program.model.constrain([(1.0, v) for _, v in row], 1, 1)
+
+    def _make(
+        self, number: int, name: str, place: Placement, variable: Variable, *, backward: bool
+    ) -> None:
+        """A value in all calls. Partial sums are not kept, but added up first; what forward makes
+        counts twice, since it may be kept for backward."""
+        if place != PARTIAL:
+            layout = Layout(self.kinds[number].spread.place[name], place)
+            size = len(self.kinds[number].calls) * self.prices[number].bytes_of(name, layout)
+            self.program.made.append((float(size if backward else 2 * size), variable))
 
     def _spend(
         self, number: int, name: str, seconds: float, variable: Variable, phase: Phase
@@ -207,7 +225,7 @@ class ShardingProgram:
                 need: dict[Placement, list[Variable]] = {}
                 for option, variable in row:
                     need.setdefault(option.operands[position], []).append(variable)
-                when = _moves(late=late, prompt=name in prompt)
+                when = _phases(late=late, prompt=name in prompt)
                 use = Use(number, name, node, phases[node], backward, when=when)
                 self._link(use, have[name], need)
             results = [name for name in node.outputs if name in variant.block.types]
@@ -233,28 +251,31 @@ class ShardingProgram:
     def _link(
         self, use: Use, have: dict[Placement, list[Variable]], need: dict[Placement, list[Variable]]
     ) -> None:
-        """(2), (3) and (4) for one use of a value."""
+        """(2) and (3) for one use of a value."""
         if len(have) == 1 and len(need) == 1 and set(have) == set(need):
             self._find(use, next(iter(have)), None)
             return
-        model = self.program.model
-        edges = {
-            (a, b): model.variable(0, 1)
-            for a in have
-            for b in need
-            if possible(a, b) and not self._is_moved_weight(use.number, use.name, a, b)
-        }
-        for a, variables in have.items():
-            row = [(1.0, e) for (x, _), e in edges.items() if x == a]
-            model.constrain([*row, *((-1.0, v) for v in variables)], 0, 0)
-        for b, variables in need.items():
-            row = [(1.0, e) for (_, y), e in edges.items() if y == b]
-            model.constrain([*row, *((-1.0, v) for v in variables)], 0, 0)
-        for (a, b), edge in edges.items():
-            if self._reshard_s(use.number, use.name, a, b):
-                self._move(use, a, b, edge)
+        found = flows(self.program.model, have, need, partial(self._is_allowed, use))
+        self.flows += [(use, *pair, variables) for pair, variables in found.items()]
+
+    def _pay(self) -> None:
+        """What goes where it is needed is paid for."""
+        is_free = [not self._reshard_s(use.number, use.name, a, b) for use, a, b, _ in self.flows]
+        shared = Counter(
+            move for free, (use, a, b, _) in zip(is_free, self.flows, strict=True) if not free
+            for move in self._moves(use, a, b)
+        )  # fmt: skip
+        for free, (use, a, b, variables) in zip(is_free, self.flows, strict=True):
+            moves = self._moves(use, a, b)
+            if free:
+                for variable in variables:
+                    self._find(use, a, variable)
+            elif len(moves) == 1 and shared[moves[0]] == 1:
+                for variable in variables:
+                    self._spend_move(use, moves[0], variable)
             else:
-                self._find(use, a, edge)
+                paid = [(1.0, self._paid(use, move)) for move in moves]
+                self.program.model.constrain([*paid, *((-1.0, v) for v in variables)], 0)
 
     def _find(self, use: Use, have: Placement, edge: Variable | None) -> None:
         """A value is there in a layout that costs nothing to use, but for a view that copies;
@@ -267,32 +288,34 @@ class ShardingProgram:
         seconds = self.prices[use.number].copy_s(node, have)
         self._spend(use.number, node.outputs[0], seconds, edge, use.phase)
 
-    def _move(self, use: Use, have: Placement, want: Placement, edge: Variable) -> None:
-        """(4): it was moved there, in one of the phases where it may be."""
+    def _moves(self, use: Use, have: Placement, want: Placement) -> list[Move]:
+        """What pays for moving a value there: any of these, one for each phase where it may be."""
         twice = use.backward and self.twice
-        keys = [(use.number, use.name, have, want, twice, when) for when in use.when]
-        paid = [(1.0, self._paid(key, use.once)) for key in keys]
-        self.program.model.constrain([*paid, (-1.0, edge)], 0)
+        return [(use.number, use.name, have, want, twice, when) for when in use.when]
 
-    def _is_moved_weight(self, number: int, name: str, a: Placement, b: Placement) -> bool:
-        """Whether this would communicate state that has to stay where it is stored."""
-        is_input = name in self.kinds[number].block.inputs
-        if not (self.habits.cut_weights and is_input and self.is_state(number, name)):
-            return False
-        return step(a, b) not in (None, "shard")
+    def _is_allowed(self, use: Use, a: Placement, b: Placement) -> bool:
+        """False where this would communicate state that has to stay where it is stored."""
+        is_input = use.name in self.kinds[use.number].block.inputs
+        if not (self.habits.cut_weights and is_input and self.is_state(use.number, use.name)):
+            return True
+        return step(a, b) in (None, "shard")
 
-    def _paid(self, key: Move, once: bool) -> Variable:
-        """Whether a reshard is paid for."""
-        number, name, a, b, _, phase = key
+    def _paid(self, use: Use, move: Move) -> Variable:
+        """(4): whether a reshard that several uses share is paid for."""
         paid = self.program.paid
-        if key not in paid:
-            paid[key] = variable = self.program.model.variable(0, 1)
-            seconds = self._reshard_s(number, name, a, b)
-            if once:
-                self._spend_once(number, seconds, variable, on_pieces=b == REPLICATE)
-            else:
-                self._spend(number, name, seconds, variable, phase)
-        return paid[key]
+        if move not in paid:
+            paid[move] = self.program.model.variable(0, 1)
+            self._spend_move(use, move, paid[move])
+        return paid[move]
+
+    def _spend_move(self, use: Use, move: Move, variable: Variable) -> None:
+        number, name, a, b, _, phase = move
+        seconds = self._reshard_s(number, name, a, b)
+        self._make(number, name, b, variable, backward=use.backward)
+        if use.once:
+            self._spend_once(number, seconds, variable, on_pieces=b == REPLICATE)
+        else:
+            self._spend(number, name, seconds, variable, phase)
 
     def _spend_once(
         self, number: int, seconds: float, variable: Variable, *, on_pieces: bool

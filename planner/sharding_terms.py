@@ -43,10 +43,11 @@ class Terms:
     micro-batch, by phase; `once`, seconds per step; `update`, the same of what ZeRO does on pieces:
     updating parameters, and summing gradients that stay whole; `sizes`, bytes held; `trained`,
     bytes of parameters; `summed`, seconds of adding up the gradients of one of several
-    micro-batches, beyond what they take if they are cut evenly. `of_call`: per variant, what one
-    call takes in one micro-batch; `held`: per variant, (tensor, bytes, variable) of the state of
-    one call, one variable of each tensor being chosen; `trained_of`, `once_of` and `summed_of`: the
-    same of parameters alone, of what is done once, and of adding up."""
+    micro-batches, beyond what they take if they are cut evenly; `made`, bytes of results and of
+    what is moved. `of_call`: per variant, what one call takes in one micro-batch; `held`: per
+    variant, (tensor, bytes, variable) of the state of one call, one variable of each tensor being
+    chosen; `trained_of`, `once_of` and `summed_of`: the same of parameters alone, of what is done
+    once, and of adding up."""
 
     model: Model = field(default_factory=Model)
     each: dict[Phase, list[Term]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
@@ -55,6 +56,7 @@ class Terms:
     sizes: list[Term] = field(default_factory=list)
     trained: list[Term] = field(default_factory=list)
     summed: list[Term] = field(default_factory=list)
+    made: list[Term] = field(default_factory=list)
     of_call: dict[int, list[Term]] = field(default_factory=dict)
     held: dict[int, list[tuple[str, float, Variable]]] = field(default_factory=dict)
     trained_of: dict[int, list[Term]] = field(default_factory=dict)

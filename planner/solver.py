@@ -27,6 +27,10 @@ _SOLVERS = (mathopt.SolverType.HIGHS, mathopt.SolverType.GSCIP)
 _LARGEST_COST = 1e3
 _ROW_SIZES = (1e-3, 1e3)
 _WHOLE = 1e-6
+_LATER = "use_preprocessing: false use_dual_simplex: false"
+_FIRST = "use_preprocessing: false use_dual_simplex: true"
+"""Costs are not negative, so no variable at all is where the dual simplex may start; another
+objective leaves the last solution where the primal one may."""
 
 
 class Infeasible(Exception):
@@ -203,7 +207,7 @@ class Relaxation:
 
     def __init__(self, model: Model) -> None:
         self._solver = pywraplp.Solver("relaxation", pywraplp.Solver.GLOP_LINEAR_PROGRAMMING)
-        self._solver.SetSolverSpecificParametersAsString("use_preprocessing: false")
+        self._solver.SetSolverSpecificParametersAsString(_FIRST)
         self._variables = [
             self._solver.NumVar(lower, upper, "") for lower, upper, *_ in model._variables
         ]
@@ -233,7 +237,9 @@ class Relaxation:
         objective.Clear()
         for cost, variable in costs:
             objective.SetCoefficient(self._variables[variable], cost * scale)
-        match self._solver.Solve():
+        status = self._solver.Solve()
+        self._solver.SetSolverSpecificParametersAsString(_LATER)
+        match status:
             case pywraplp.Solver.OPTIMAL:
                 wanted = range(len(self._variables)) if only is None else only
                 values = {v: self._variables[v].solution_value() for v in wanted}
@@ -241,7 +247,7 @@ class Relaxation:
                 return Solution(values, bound, bound, "optimal")
             case pywraplp.Solver.INFEASIBLE:
                 raise Infeasible("no solution exists")
-            case status:
+            case _:
                 raise SolverFailed(f"the linear program failed (GLOP's status {status})")
 
 

@@ -34,7 +34,7 @@ def filling(run: HeldRun, rounds: float, *, late: bool) -> HeldRun:
         backward_s = first_s - rounds * (point.weight_s if late else first_s)
         return replace(point, backward_s=backward_s, weight_s=0.0)
 
-    return HeldRun(tuple(map(weighed, run.points)), run.count)
+    return HeldRun.of(tuple(map(weighed, run.points)), run.count)
 
 
 def is_late(problem: StageProblem, stage: int, choices: Choices) -> bool:

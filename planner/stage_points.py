@@ -9,11 +9,12 @@ so it proves a bound as well. Where plan and bound lie apart the integer program
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
 from math import ceil, inf
+from operator import itemgetter
 from typing import TypeAlias
 
 from planner.solver import Infeasible
@@ -36,17 +37,24 @@ class StagePoints:
 
 @dataclass(frozen=True, eq=False)
 class HeldRun:
-    """Blocks of a run on a stage, with what they keep of all micro-batches as if of one; `lines` is
-    shared by those that differ in their number."""
+    """Blocks of a run on a stage, with what they keep of all micro-batches as if of one. `fastest`:
+    the point of the least seconds; of equal ones, of the least bytes. `lines` is shared by those
+    that differ in their number."""
 
     points: tuple[Point, ...]
     count: int
+    fastest: int
     lines: dict[float, _Line | None] = field(default_factory=dict)
 
-    @cached_property
-    def fastest(self) -> int:
-        """The point of the least seconds; of equal ones, of the least bytes."""
-        return min(range(len(self.points)), key=lambda o: _order(self.points[o]))
+    @staticmethod
+    def of(points: tuple[Point, ...], count: int) -> HeldRun:
+        """Blocks at any of these points."""
+        fastest = min(range(len(points)), key=lambda o: _order(points[o]))
+        return HeldRun(points, count, fastest)
+
+    def of_so_many(self, count: int) -> HeldRun:
+        """The same of another number of blocks."""
+        return HeldRun(self.points, count, self.fastest, self.lines)
 
     def line(self, limit_bytes: float) -> _Line | None:
         """The hull of the points that need no more than the limit to run; None if none does."""
@@ -60,7 +68,7 @@ def held_run(run: Run, held_bytes: Callable[[Point], float]) -> HeldRun:
     points = tuple(
         replace(point, saved_bytes=held_bytes(point), pending_bytes=0.0) for point in run.points
     )
-    return HeldRun(points, 1)
+    return HeldRun.of(points, 1)
 
 
 def stage_points(runs: Sequence[HeldRun], room_bytes: float, gap: float) -> StagePoints | None:
@@ -145,7 +153,7 @@ def _greedy(
 @dataclass(frozen=True, slots=True)
 class _Line:
     """The hull of a run's points: its fastest one with seconds and bytes, and the moves along it,
-    (seconds per byte, bytes, from, to)."""
+    (seconds per byte, bytes, from, to), by rising seconds per byte."""
 
     first: int
     seconds: float
@@ -155,7 +163,7 @@ class _Line:
     def until(self, slope: float) -> _Moves:
         """The moves that are no steeper, with what precedes them."""
         start = (self.seconds, self.held, self.first, self.first)
-        return (start, *(move for move in self.moves if move[0] <= slope))
+        return (start, *self.moves[: bisect_right(self.moves, slope, key=itemgetter(0))])
 
 
 def _line(points: tuple[Point, ...], limit_bytes: float) -> _Line | None:

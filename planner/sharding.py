@@ -93,7 +93,6 @@ class Shardings:
         seconds = solution.objective - byte_price_s * held_bytes
         return replace(_decoded(self.built, solution), seconds=seconds, held_bytes=held_bytes)
 
-
     def _smaller(self, terms: Sequence[Term], least: Solution) -> Solution:
         """Of the solutions that take as long as the least one, one whose nodes make less."""
         made = self.built.program.made

@@ -253,7 +253,8 @@ class ShardingProgram:
     ) -> None:
         """(2) and (3) for one use of a value."""
         if len(have) == 1 and len(need) == 1 and set(have) == set(need):
-            self._find(use, next(iter(have)), None)
+            place, = have
+            self._find(use, place, need[place])
             return
         found = flows(self.program.model, have, need, partial(self._is_allowed, use))
         self.flows += [(use, *pair, variables) for pair, variables in found.items()]
@@ -268,8 +269,7 @@ class ShardingProgram:
         for free, (use, a, b, variables) in zip(is_free, self.flows, strict=True):
             moves = self._moves(use, a, b)
             if free:
-                for variable in variables:
-                    self._find(use, a, variable)
+                self._find(use, a, variables)
             elif len(moves) == 1 and shared[moves[0]] == 1:
                 for variable in variables:
                     self._spend_move(use, moves[0], variable)
@@ -277,16 +277,14 @@ class ShardingProgram:
                 paid = [(1.0, self._paid(use, move)) for move in moves]
                 self.program.model.constrain([*paid, *((-1.0, v) for v in variables)], 0)
 
-    def _find(self, use: Use, have: Placement, edge: Variable | None) -> None:
-        """A value is there in a layout that costs nothing to use, but for a view that copies;
-        always, if no edge is given."""
+    def _find(self, use: Use, have: Placement, variables: Sequence[Variable]) -> None:
+        """A value is there, if one of these is chosen, in a layout that costs nothing to use, but
+        for a view that copies."""
         node = use.node
-        if node is None or node.outputs[0] not in self.copied[use.number]:
-            return
-        if edge is None:
-            (_, edge), *_ = self.program.chosen[use.number, node]
-        seconds = self.prices[use.number].copy_s(node, have)
-        self._spend(use.number, node.outputs[0], seconds, edge, use.phase)
+        if node is not None and node.outputs[0] in self.copied[use.number]:
+            seconds = self.prices[use.number].copy_s(node, have)
+            for variable in variables:
+                self._spend(use.number, node.outputs[0], seconds, variable, use.phase)
 
     def _moves(self, use: Use, have: Placement, want: Placement) -> list[Move]:
         """What pays for moving a value there: any of these, one for each phase where it may be."""

@@ -92,9 +92,11 @@ class LeastState:
 
     def trained_bytes(self, candidate: Candidate) -> float:
         """Of all parameters, cut evenly over the tensor axis."""
-        return sum(
-            item.type.bytes(1) for item in self.work.graph.state if item.trainable
-        ) / candidate.mesh.tensor  # fmt: skip
+        return self._trained_bytes / candidate.mesh.tensor
+
+    @cached_property
+    def _trained_bytes(self) -> int:
+        return sum(item.type.bytes(1) for item in self.work.graph.state if item.trainable)
 
     def exchange_s(self, candidate: Candidate) -> float:
         """Of a byte of parameters over the data axis, per step; of long messages, so at least."""

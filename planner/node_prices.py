@@ -33,6 +33,7 @@ class NodePrices:
     whole: Collection[int] = ()
     known: dict[str, list[tuple[Strategy, float]]] = field(default_factory=dict)
     types: dict[tuple[str, Placement, Placement], TensorType] = field(default_factory=dict)
+    sizes: dict[tuple[str, Placement, Placement], int] = field(default_factory=dict)
 
     def options(self, node: Node) -> list[tuple[Strategy, float]]:
         """Every strategy with its seconds."""
@@ -71,7 +72,10 @@ class NodePrices:
 
     def bytes_of(self, name: str, layout: Layout) -> int:
         """Of a value in a layout, on one device."""
-        return self._local(name, layout.data, layout.tensor).bytes(1)
+        key = (name, layout.data, layout.tensor)
+        if key not in self.sizes:
+            self.sizes[key] = self._local(*key).bytes(1)
+        return self.sizes[key]
 
     def copy_s(self, node: Node, place: Placement) -> float:
         """Of a view that copies its operand in a layout; nothing where a dim may be left with one

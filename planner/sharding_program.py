@@ -84,6 +84,7 @@ class ShardingProgram:
         self.early, self.copied = (found or ((),) * len(kinds) for found in (early, copied))
         self.known_reshards: dict[tuple[int, str, Placement, Placement], float] = {}
         self.ports: Ports = connect(graph, kinds)
+        self.places = [kind.spread.place for kind in kinds]
         self.program = Terms()
         self.flows: list[tuple[Use, Placement, Placement, list[Variable]]] = []
         numbers = range(len(kinds))
@@ -197,7 +198,7 @@ class ShardingProgram:
         """A value in all calls. Partial sums are not kept, but added up first; what forward makes
         counts twice, since it may be kept for backward."""
         if place != PARTIAL:
-            layout = Layout(self.kinds[number].spread.place[name], place)
+            layout = Layout(self.places[number][name], place)
             size = len(self.kinds[number].calls) * self.prices[number].bytes_of(name, layout)
             self.program.made.append((float(size if backward else 2 * size), variable))
 
@@ -331,7 +332,7 @@ class ShardingProgram:
         if key not in self.known_reshards:
             kind, seconds = step(a, b), 0.0
             if kind is not None:
-                place = self.kinds[number].spread.place[name]
+                place = self.places[number][name]
                 layout = Layout(place, a if kind == "all_to_all" else REPLICATE)
                 size_bytes = self.prices[number].bytes_of(name, layout)
                 seconds = self.cost.collective_s(kind, size_bytes, "tensor")

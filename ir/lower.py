@@ -51,6 +51,13 @@ class Sharding:
         boundary = (self.inputs, self.outputs, self.tangents, self.gradients)
         return (*self.chosen.values(), *boundary)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank does and holds everything."""
+        ends = (*self.inputs, *self.outputs, *self.tangents, *self.gradients)
+        inside = (p for s in self.chosen.values() for p in (*s.operands, *s.results))
+        return all(place == REPLICATE for place in (*ends, *inside))
+
 
 @dataclass(frozen=True)
 class Lowered:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from itertools import groupby, takewhile
 from math import inf
 from time import monotonic
@@ -22,14 +22,13 @@ from ir.cluster import Cluster, Mesh
 from ir.collector import paused_collector
 from ir.errors import Refused, UsageError
 from ir.graph import Graph
-from ir.offload import OFFLOADS
 from ir.plan import Certificate, Plan, encode, signature
-from ir.schedules import SCHEDULES
 from ir.seats import seated, seats_of
 from ir.variants import variants
 from ir.workers import Request, Workers
 from planner.approximations import approximations
 from planner.attempts import Attempt, Attempts
+from planner.best import Best, simplicity
 from planner.candidate import Evaluated, Workload
 from planner.counting import plans_log10
 from planner.describe import describe
@@ -116,39 +115,6 @@ def plan(
     return replace(made, text=describe(made, best))
 
 
-@dataclass
-class _Best:
-    """The best plan so far, by step, then by fewer devices, fewer stages, more data ranks, a
-    simpler schedule, less divided."""
-
-    found: Evaluated | None = None
-
-    def offer(self, new: Evaluated) -> None:
-        if self.found is None or _order(new) < _order(self.found):
-            self.found = new
-
-    @property
-    def step_s(self) -> float:
-        """Of the best plan."""
-        return self.found.prediction.step_s if self.found else inf
-
-
-def _order(item: Evaluated) -> tuple[Any, ...]:
-    candidate = item.candidate
-    step = float(f"{item.prediction.step_s:.9g}")
-    return (step, *_simplicity(candidate))
-
-
-def _simplicity(candidate: Candidate) -> tuple[int, ...]:
-    """Of equally good candidates the least comes first."""
-    mesh = candidate.mesh
-    return (
-        mesh.size, mesh.pipeline, -mesh.data, candidate.micro_batches, candidate.virtual_stages,
-        SCHEDULES.index(candidate.schedule), candidate.zero,
-        OFFLOADS.index(candidate.offload), *candidate.order,
-    )  # fmt: skip
-
-
 _Open: TypeAlias = tuple[float, tuple[int, ...], int, Candidate]
 
 
@@ -191,7 +157,7 @@ class _Search:
     def _found(self) -> Evaluated:
         """Of all candidates; then, if those lack memory, of some with offload. The bound is of the
         first ones, if any of them fits."""
-        everything, best = list(self._candidates()), _Best()
+        everything, best = list(self._candidates()), Best()
         bound_s = self._improve(best, everything, always=False)
         smaller = self._smaller(best, everything)
         bound_s = min(bound_s, self._improve(best, smaller))
@@ -200,7 +166,8 @@ class _Search:
         is_plain = best.found is not None
         offloaded_s = self._improve(best, more)
         bound_s = bound_s if is_plain else min(bound_s, offloaded_s)
-        options = [*everything, *more]
+        uncut = self._uncut(best)
+        options = [*everything, *more, *uncut]
         plans = plans_log10(self.work, options)
         self.certificate = Certificate(len(options), self.evaluations + self.refusals, plans)
         if best.found is None:
@@ -212,7 +179,20 @@ class _Search:
             raise self._nothing_fits(everything + more)
         return self._bounded(best.found, bound_s)
 
-    def _smaller(self, best: _Best, tried: list[Candidate]) -> list[Candidate]:
+    def _uncut(self, best: Best) -> list[Candidate]:
+        """The best plan without a tensor axis that cuts nothing: as fast, on fewer devices."""
+        found = best.found
+        if found is None or found.candidate.mesh.tensor == 1 or self.pins.tensor is not None:
+            return []
+        if not all(sharding.is_whole for sharding in found.pieces.shardings):
+            return []
+        alone = replace(found.candidate, mesh=replace(found.candidate.mesh, tensor=1))
+        request = (alone.mesh.tensor, alone.rows), (Attempts.plan, (alone, best.step_s))
+        for answer in self._answers([request]):
+            self._attempted(alone, answer, best)
+        return [alone]
+
+    def _smaller(self, best: Best, tried: list[Candidate]) -> list[Candidate]:
         """On fewer devices, where those could be faster: what one device computes, shared by so
         few, takes less than the best plan, in which communication or waiting takes longer."""
         fewer = self.options.fewer_than(self.cluster.n_devices, self.least, best.step_s)
@@ -220,7 +200,7 @@ class _Search:
         meshes = [mesh for mesh in fewer if mesh not in known]
         return [replace(c, offload=self.offload.words[0]) for c in self.options.of(meshes)]
 
-    def _improve(self, best: _Best, options: list[Candidate], *, always: bool = True) -> float:
+    def _improve(self, best: Best, options: list[Candidate], *, always: bool = True) -> float:
         """Best first: of all candidates those of the least bounds are bounded more closely, and
         then planned, until no bound is below the best plan by more than the gap; the least bound
         that is left. `always`: first bounds are found also after the deadline."""
@@ -245,11 +225,11 @@ class _Search:
                     closed_s = min(closed_s, left_s)
         return min([closed_s, *(item[0] for item in queue[:1])])
 
-    def _is_below(self, queue: list[_Open], best: _Best) -> bool:
+    def _is_below(self, queue: list[_Open], best: Best) -> bool:
         """Whether the least bound is below the best plan by more than the gap."""
         return bool(queue) and queue[0][0] < (1 - GAP) * best.step_s
 
-    def _taken(self, queue: list[_Open], best: _Best) -> tuple[list[_Open], float]:
+    def _taken(self, queue: list[_Open], best: Best) -> tuple[list[_Open], float]:
         """The next entries to bound or to plan; and the least bound of those that are left out.
         How many there are does not depend on the processes, and so the plan does not either."""
         taken, left_s, planned = list[_Open](), inf, 0
@@ -274,7 +254,7 @@ class _Search:
                     break
         return taken, left_s
 
-    def _request(self, entry: _Open, best: _Best) -> Request:
+    def _request(self, entry: _Open, best: Best) -> Request:
         """What to do next with a candidate. Those with the same local shapes share linear
         programs."""
         _, _, level, candidate = entry
@@ -290,7 +270,7 @@ class _Search:
             self.workers.start()
         return self.workers.answers(requests, until_s)
 
-    def _goes_on(self, best: _Best) -> bool:
+    def _goes_on(self, best: Best) -> bool:
         """Whether one more candidate is worth planning."""
         if best.step_s < (1 - GAP / 5) * self.patient_s:
             self.patient_s, self.patient_since = best.step_s, self.evaluations
@@ -334,7 +314,7 @@ class _Search:
         """An entry of the queue; of equal bounds fewer stages and more data ranks come first."""
         self.idle.bounded(candidate, bound_s)
         self.node_orders.bounded(candidate, bound_s)
-        return bound_s, _simplicity(candidate), level, candidate
+        return bound_s, simplicity(candidate), level, candidate
 
     def _no_time(self, candidates: int) -> Refused:
         tried = f"{self.refusals} were planned, and none of those fits"
@@ -376,7 +356,7 @@ class _Search:
             for other in self.too_large
         )  # fmt: skip
 
-    def _attempted(self, candidate: Candidate, attempt: Attempt, best: _Best) -> None:
+    def _attempted(self, candidate: Candidate, attempt: Attempt, best: Best) -> None:
         """Takes note of a candidate that was planned."""
         if attempt.found:
             best.offer(attempt.found)

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+import torch
 from small_models import chain
+from torch import nn
 
 from codegen import emit
 from ir.batch import flow
@@ -14,6 +16,7 @@ from ir.errors import UsageError
 from ir.graph import Graph
 from ir.plan import Plan
 from ir.seats import Seats, seated, seats
+from ir.trace import trace
 from ir.variants import variants
 from planner import plan
 from planner.alternatives import neighbours
@@ -222,3 +225,31 @@ def test_slow_nodes_are_left_idle_where_the_others_are_faster_alone(large: Graph
 def test_alternatives_are_those_of_all_devices(seven: Plan) -> None:
     asked = {(key, value) for key, value in neighbours(seven) if key in ("data", "tensor")}
     assert all(7 % int(value) == 0 for _, value in asked)
+
+
+class Encoder(nn.Module):
+    """Too small for any cut to pay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 16)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_tensor_axis_that_cuts_nothing_takes_no_devices() -> None:
+    graph = trace(Encoder(), (torch.zeros(12, 9, dtype=torch.int64),), {})
+    cluster = Cluster.local(2)
+    found = plan(graph, cluster, global_batch=12)
+    assert found.degrees.tensor == 1
+    alone = plan(graph, cluster, global_batch=12, pin={"pipeline": 1, "data": 1, "tensor": 1})
+    cut = plan(graph, cluster, global_batch=12, pin={"tensor": 2})
+    best_s = min(alone.prediction.step_s, cut.prediction.step_s)
+    assert found.prediction.step_s <= best_s * (1 + 1e-8)

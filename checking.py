@@ -40,6 +40,8 @@ from runtime.rounding import NUDGES, nudged
 
 EXIT_CODES = {"ok": 0, "refused": 3, "mismatch": 4}
 UNKNOWN: dict[str, Any] = dict.fromkeys(("status", "plan", *ERRORS, "worst", "reason"))
+MOST_RANKS = 128
+"""Threads at once; 100 take half a minute for a small model."""
 
 
 def check(
@@ -52,6 +54,11 @@ def check(
     grad_rel_err, param_rel_err, worst and reason. Raises `UsageError` for pins that make no sense.
     """
     cluster = devices if isinstance(devices, Cluster) else Cluster.local(devices)
+    if cluster.n_devices > MOST_RANKS:
+        raise UsageError(
+            f"check runs every rank as a thread of this process: at most {MOST_RANKS}, not "
+            f"{cluster.n_devices}. A few devices show the same splits."
+        )
     check_pins(read_pins(pin), cluster.n_devices)
     pin = dict(pin or {})
     checker = _Checker(loaded, steps)

@@ -58,6 +58,13 @@ def ask(options: argparse.Namespace) -> Asked:
     return Asked(loaded, graph, Request(cluster, rows, pin))
 
 
+def read_files(options: argparse.Namespace) -> list[str | None]:
+    """What may be files among what a command reads, none of which it may overwrite."""
+    model = options.model.removeprefix("hf:")
+    file, _, _ = model.rpartition(":")
+    return [None, file or model, *(getattr(options, key, None) for key in ("cluster", "plan"))]
+
+
 def target_of(options: argparse.Namespace) -> tuple[Plan | None, Cluster]:
     """The plan of --plan, if there is one, and the cluster to plan for."""
     saved = _saved(options)

@@ -41,6 +41,7 @@ from deciding import (
     cluster_of,
     decide,
     one_paragraph,
+    read_files,
     refuse_flags,
 )
 from explaining import add_explain_command, explain
@@ -204,7 +205,8 @@ def _plan_command(options: argparse.Namespace) -> int:
     if len({file.resolve() for file in files}) < len(files):
         raise UsageError(f"--out and --trace are both {options.out}: give each a file of its own.")
     for file in files:
-        check_writable(file)
+        for source in read_files(options):
+            check_writable(file, source)
     _, graph, chosen = decide(options)
     if options.out:
         chosen.save(options.out)

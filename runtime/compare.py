@@ -9,6 +9,7 @@ the tensors after the last (the optimizer's too), and whether all replicas are b
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -146,16 +147,24 @@ def run_plain(
 ) -> Run:  # fmt: skip
     """Trains a copy of the plain model in this thread, with its casts promoted.
 
-    Raises `Refused` with torch's words if the model itself can't be copied or trained.
+    Raises `Refused` with torch's words if the model itself can't be copied or trained, and if its
+    loss is no finite number.
     """
     try:
-        return _train_plain(model, args, kwargs, loss_of, training, promote)
+        found = _train_plain(model, args, kwargs, loss_of, training, promote)
     except Exception as error:
         raise Refused(
             f"plain torch can't train this model: {type(error).__name__}: "
             f"{str(error).strip().splitlines()[0] if str(error).strip() else ''} "
             "There is nothing to compare with."
         ) from error
+    for step, loss in enumerate(found.losses, 1):
+        if not math.isfinite(loss):
+            raise Refused(
+                f"the plain model's own loss is {float(loss)} in step {step}, without Shardwright: "
+                "there is nothing to compare with. Look at the model and its batch."
+            )
+    return found
 
 
 def _train_plain(

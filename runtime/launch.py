@@ -7,6 +7,7 @@ killed at once, and its last words are the error. Nothing is left behind, also a
 
 import argparse
 import contextlib
+import json
 import os
 import queue
 import signal
@@ -40,10 +41,24 @@ def launch(
 
     `env` is added to this process's environment. RankFailed tells which rank died first, and how.
     """
-    script = Path(folder) / "train.py"
-    if not script.is_file():
-        raise UsageError(f"{folder} has no train.py. Give the folder of an emitted program.")
-    run_ranks([sys.executable, str(script), *argv], nproc or _planned_ranks(folder), env)
+    check_folder(Path(folder))
+    script = str(Path(folder) / "train.py")
+    run_ranks([sys.executable, script, *argv], nproc or _planned_ranks(folder), env)
+
+
+def check_folder(folder: Path) -> None:
+    """A damaged program is refused before its ranks start."""
+    has_layout = (folder / "layout.json").exists()
+    for name in ("train.py", "program.py") if has_layout else ("train.py",):
+        if not (folder / name).is_file():
+            raise UsageError(f"{folder} has no {name}. Give the folder of an emitted program.")
+    beside = folder / "run.json"
+    try:
+        known = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{beside} is not JSON ({error}). Emit the program again.") from error
+    if not isinstance(known, dict):
+        raise UsageError(f"{beside} is no JSON object. Emit the program again.")
 
 
 def run_ranks(command: Sequence[str], nproc: int, env: Mapping[str, str] | None = None) -> None:

@@ -201,3 +201,34 @@ def test_a_check_that_agrees_trains_no_further_copies(monkeypatch):
     loaded = Loaded(model, (torch.randn(4, 4),), {}, lambda y: y.square().mean(), "net")
     (found,) = check(loaded, 2, pin={"data": 2})
     assert found["status"] == "ok"
+
+
+def test_a_plan_does_not_replace_its_model(command, tmp_path):
+    file = write(tmp_path, IMAGES)
+    code, _, error = command("plan", f"{file}:build", "--cluster", "local:1", "--out", file)
+    assert code == 2 and "is what is read: write to another file" in error
+    assert file.read_text() == IMAGES
+
+
+def test_a_model_whose_own_loss_is_no_number_is_not_called_a_defect(command, tmp_path):
+    file = write(tmp_path, IMAGES.replace(".square()", ".log()"))
+    code, _, error = command("check", f"{file}:build", "--devices", 2)
+    assert code == 3 and "the plain model's own loss is nan in step 1" in error
+
+
+def test_a_check_on_absurdly_many_devices_is_refused_at_once(command, tmp_path):
+    code, _, error = command("check", f"{write(tmp_path, IMAGES)}:build", "--devices", 1000)
+    assert code == 2 and "at most 128, not 1000" in error
+
+
+@pytest.mark.parametrize("damage", ["missing", "text", "list"])
+def test_a_damaged_program_starts_no_ranks(command, tmp_path, damage):
+    model, folder = f"{write(tmp_path, IMAGES)}:build", tmp_path / "program"
+    assert command("emit", model, "--cluster", "local:1", "--out", folder)[0] == 0
+    if damage == "missing":
+        (folder / "program.py").unlink()
+    else:
+        (folder / "run.json").write_text("x" if damage == "text" else "[]")
+    code, _, error = command("run", folder, "--steps", 1)
+    assert code == 2 and ("has no program.py" in error or "run.json is no" in error)
+    assert "Traceback" not in error

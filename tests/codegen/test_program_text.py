@@ -2,12 +2,14 @@
 
 import ast
 import keyword
+import shlex
 from functools import lru_cache
 from random import Random
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.run import get_args_parser
 
 from codegen import Program, emit
 from codegen.load import load
@@ -135,3 +137,15 @@ def test_a_model_with_such_names_trains_right() -> None:
     plain = run_plain(wide, args, {}, lambda output: output, Training())
     found = run_program(*load(program), wide, args, {}, Training())
     assert compare(found, plain).status == "ok"
+
+
+def test_torchrun_leaves_the_flags_of_train_py_alone() -> None:
+    """Its own `--log-dir` would take `--log` for itself."""
+    files = rude_program()[2].files
+    for name in ("launch.sh", "launch.slurm"):
+        words = shlex.split(files[name].replace("\\\n", " ").replace("$@", "--log steps.txt"))
+        after = words[words.index("torchrun") + 1 :]
+        flags = [word for part in after for word in part.split()]
+        found = get_args_parser().parse_args(flags)
+        assert found.training_script.endswith("train.py")
+        assert found.training_script_args == ["--log", "steps.txt"]

@@ -75,6 +75,21 @@ class Shardings:
         """Of the program, for any objective."""
         return Relaxation(self.built.program.model)
 
+    @cached_property
+    def parts(self) -> dict[int, Relaxation]:
+        """Of single variants, as far as they were asked for."""
+        return {}
+
+    def relaxation_of(self, number: int) -> Relaxation:
+        """For objectives of one variant alone: without the others' rows, where these are most."""
+        program = self.built.program
+        rows = program.rows_of(number)
+        if 2 * len(rows) > program.model.n_rows:
+            return self.relaxation
+        if number not in self.parts:
+            self.parts[number] = Relaxation(program.model, rows)
+        return self.parts[number]
+
     def cheapest(
         self, micro_batches: int, byte_price_s: float = 0.0, *, exchange_s: float = 0.0,
         pieces: int = 1, sends: Sequence[Term] = (), gap: float = 0.001,

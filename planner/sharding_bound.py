@@ -161,7 +161,8 @@ class _Held:
         seconds = self._seconds()
         held = [(size, v) for _, size, v in self._held()]
         terms = [*seconds, *((price_s * size, v) for size, v in held)]
-        found = self.shardings.relaxation.minimum(terms, only={v for _, v in terms})
+        relaxation = self.shardings.relaxation_of(self.number)
+        found = relaxation.minimum(terms, only={v for _, v in terms})
         total_s, held_bytes = (sum(x * found[v] for x, v in terms) for terms in (seconds, held))
         return total_s, held_bytes, found.bound
 

@@ -89,12 +89,15 @@ class ShardingProgram:
         self.flows: list[tuple[Use, Placement, Placement, list[Variable]]] = []
         numbers = range(len(kinds))
         self._classes()
+        self.program.own(-1)
         self.prices = [*prices] or [self._node_prices(n) for n in numbers]
         for number in numbers:
             self._nodes(number)
+            self.program.own(number)
         for number in numbers:
             self._edges(number)
             self._deliveries(number)
+            self.program.own(number)
         self._pay()
 
     def _node_prices(self, number: int) -> NodePrices:
@@ -277,6 +280,7 @@ class ShardingProgram:
             else:
                 paid = [(1.0, self._paid(use, move)) for move in moves]
                 self.program.model.constrain([*paid, *((-1.0, v) for v in variables)], 0)
+                self.program.own(use.number)
 
     def _find(self, use: Use, have: Placement, variables: Sequence[Variable]) -> None:
         """A value is there, if one of these is chosen, in a layout that costs nothing to use, but

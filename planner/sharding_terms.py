@@ -47,7 +47,7 @@ class Terms:
     what is moved. `of_call`: per variant, what one call takes in one micro-batch; `held`: per
     variant, (tensor, bytes, variable) of the state of one call, one variable of each tensor being
     chosen; `trained_of`, `once_of` and `summed_of`: the same of parameters alone, of what is done
-    once, and of adding up."""
+    once, and of adding up. `owners`: the variant of every row."""
 
     model: Model = field(default_factory=Model)
     each: dict[Phase, list[Term]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
@@ -65,6 +65,15 @@ class Terms:
     chosen: dict[tuple[int, Node], list[tuple[Strategy, Variable]]] = field(default_factory=dict)
     layouts: dict[int, list[tuple[Placement, Variable]]] = field(default_factory=dict)
     paid: dict[Move, Variable] = field(default_factory=dict)
+    owners: list[int] = field(default_factory=list)
+
+    def own(self, number: int) -> None:
+        """Rows that were added since the last time are of this variant; -1: of all."""
+        self.owners += [number] * (self.model.n_rows - len(self.owners))
+
+    def rows_of(self, number: int) -> list[int]:
+        """The rows of a variant, and those of all."""
+        return [row for row, owner in enumerate(self.owners) if owner in (number, -1)]
 
     def cost(
         self, micro_batches: int, byte_price_s: float, exchange_s: float = 0.0, pieces: int = 1

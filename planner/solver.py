@@ -90,6 +90,11 @@ class Model:
         return "\n".join(lines)
 
     @property
+    def n_rows(self) -> int:
+        """How many rows there are."""
+        return len(self._rows)
+
+    @property
     def size(self) -> str:
         """How large it is, for messages."""
         nonzeros = sum(len(row.terms) for row in self._rows)
@@ -202,16 +207,20 @@ class Relaxation:
     """A model whose variables may be any real numbers, minimised for one objective after the
     other: each solve starts from the last one's solution, so presolve is off.
 
-    Through GLOP's own interface: reading MathOpt's answers takes longer than the solve.
+    Through GLOP's own interface: reading MathOpt's answers takes longer than the solve. `rows`: the
+    numbers of those that count, if not all do; only their variables are known then.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, rows: Sequence[int] | None = None) -> None:
+        counted = model._rows if rows is None else [model._rows[n] for n in rows]
+        known = dict.fromkeys(range(len(model._variables)))
+        if rows is not None:
+            known = dict.fromkeys(v for row in counted for _, v in row.terms)
         self._solver = pywraplp.Solver("relaxation", pywraplp.Solver.GLOP_LINEAR_PROGRAMMING)
         self._solver.SetSolverSpecificParametersAsString(_FIRST)
-        self._variables = [
-            self._solver.NumVar(lower, upper, "") for lower, upper, *_ in model._variables
-        ]
-        for row in model._rows:
+        ranges = ((v, model._variables[v]) for v in known)
+        self._variables = {v: self._solver.NumVar(low, up, "") for v, (low, up, *_) in ranges}
+        for row in counted:
             self._add(row)
         self._solver.Objective().SetMinimization()
 
@@ -241,7 +250,7 @@ class Relaxation:
         self._solver.SetSolverSpecificParametersAsString(_LATER)
         match status:
             case pywraplp.Solver.OPTIMAL:
-                wanted = range(len(self._variables)) if only is None else only
+                wanted = self._variables if only is None else only
                 values = {v: self._variables[v].solution_value() for v in wanted}
                 bound = objective.Value() / scale + offset
                 return Solution(values, bound, bound, "optimal")

@@ -92,7 +92,7 @@ def test_a_plan_is_the_program_it_describes(graph: Graph, found: Plan) -> None:
 )
 def test_pins_are_honoured(graph: Graph, pin: dict[str, Any]) -> None:
     made = plan(graph, LOCAL, global_batch=8, pin=pin)
-    assert made.mesh.size in (2, 4)  # of a small model, two may be as fast
+    assert made.mesh.size in (1, 2, 4)  # of a small model, fewer may be as fast
     for key, value in pin.items():
         if key in ("pipeline", "data", "tensor"):
             assert made.mesh.degree(key) == value

@@ -20,7 +20,7 @@ from ir.variants import Variant
 from planner.cost import CostModel
 from planner.ports import divides
 from planner.price import CROSS_ENTROPY_REDUCTIONS
-from planner.work import Work, work_of
+from planner.work import Work, compute_dtype, work_of
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,11 @@ class NodePrices:
                 return 0.0
         data = self._spread.chosen[node]
         operand = self._local(name, data.operands[0], place)
-        copy = TensorType((operand.elements(1),), operand.dtype)
-        return self.cost.compute_s(work_of(node, [operand], [copy], "memory"))
+        moved = 2.0 * operand.bytes(1)
+        dtype = compute_dtype([operand])
+        return self.cost.compute_s(
+            Work("memory", 0.0, moved, dtype, touched_bytes=moved, op=node.op)
+        )
 
     def _seconds(self, node: Node, batch: Strategy, option: Strategy) -> float:
         made = [name for name in node.outputs if name in self.variant.block.types]

@@ -186,7 +186,8 @@ class _Search:
             return []
         if not all(sharding.is_whole for sharding in found.pieces.shardings):
             return []
-        alone = replace(found.candidate, mesh=replace(found.candidate.mesh, tensor=1))
+        mesh = replace(found.candidate.mesh, tensor=1)
+        alone = replace(found.candidate, mesh=mesh, order=())
         request = (alone.mesh.tensor, alone.rows), (Attempts.plan, (alone, best.step_s))
         for answer in self._answers([request]):
             self._attempted(alone, answer, best)

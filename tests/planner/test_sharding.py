@@ -15,6 +15,7 @@ from ir.cluster import Cluster, Mesh
 from ir.graph import Graph, Node, references
 from ir.layout import Placement, Shard
 from ir.lower import Degrees, Lowered, Sharding, lower
+from ir.ops import op_def
 from ir.reshard import possible
 from ir.strategies import Strategy, strategies
 from ir.trace import trace
@@ -22,7 +23,7 @@ from ir.variants import Variant, variants
 from planner.cost import Roofline
 from planner.node_prices import NodePrices
 from planner.ports import divides, options
-from planner.sharding import ShardingResult, shard
+from planner.sharding import ShardingResult, Shardings, shard
 from planner.sharding_program import ShardingProgram
 
 COST = Roofline(Cluster.local(2), Mesh(1, 1, 2))
@@ -235,3 +236,40 @@ def test_a_llama_block_gathers_and_scatters_the_sequence(llama) -> None:
     moves = [(n.op, n.args[2]) for n in lowered.forward if n.op in ("all_gather", "reduce_scatter",
              "all_reduce", "all_to_all")]  # fmt: skip
     assert moves == [("all_gather", 1), ("reduce_scatter", 1)] * 2
+
+
+class DearSums(Roofline):
+    """Adding up gradients takes longer than all else."""
+
+    def accumulate_s(self, gradient_bytes: float, tensors: int, micro_batches: int) -> float:
+        return gradient_bytes if micro_batches > 1 else 0.0
+
+
+def test_gradients_are_cut_where_adding_them_up_is_dear() -> None:
+    graph = chain(depth=3, width=64, hidden=256, seq=16)
+    kinds = variants(graph, flow(graph))
+    cost = DearSums(Cluster.local(2), Mesh(1, 1, 2))
+    found = Shardings(graph, kinds, Degrees(4, 1, 2, 2), cost)
+    several, one = (found.cheapest(count) for count in (2, 1))
+    terms = found.built.program.summed
+    assert terms and several.seconds < min(seconds for seconds, _ in terms)
+    assert one.seconds < several.seconds  # nothing is added up then, and layouts are free
+
+
+def test_a_view_that_copies_costs_its_bytes() -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4, use_cache=False,
+    )  # fmt: skip
+    ids = torch.zeros((2, 8), dtype=torch.int64)
+    graph = trace(LlamaForCausalLM(config), (), {"input_ids": ids, "labels": ids})
+    kinds = variants(graph, flow(graph))
+    views = [
+        {node.outputs[0] for node in kind.block.nodes if op_def(node.op).kind == "view"}
+        for kind in kinds
+    ]
+    free, dear = (
+        Shardings(graph, kinds, DEGREES, COST, copied=copied).cheapest(1).seconds
+        for copied in ((), views)
+    )
+    assert dear > free

@@ -87,6 +87,11 @@ def seats_of(cluster: Cluster, ranks: int) -> Seats:
     return found
 
 
+def may_rest(cluster: Cluster, ranks: int) -> bool:
+    """Whether so many ranks can use it and leave the other devices idle."""
+    return not shares_cores(cluster) and seats(cluster, ranks) is not None
+
+
 def shares_cores(cluster: Cluster) -> bool:
     """Whether it was measured with as many processes as it has, which share cores."""
     return cluster.calibration is not None and cluster.calibration.cores > 0

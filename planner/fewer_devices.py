@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ir.cluster import AXES, Cluster, Mesh
-from ir.seats import seats, shares_cores
+from ir.seats import may_rest, shares_cores
 from ir.variants import Variant
 from planner.pins import Pins, divisors, meshes
 
@@ -65,7 +65,7 @@ def _without_repetition(cluster: Cluster, pins: Pins, shares: Shares) -> Iterato
     for mesh in meshes(pins, cluster.n_devices) if pins.tensor is None else ():
         repeats = mesh.tensor > 1 and all(mesh.tensor % d for d in shares.tensor if d > 1)
         smaller = Mesh(mesh.pipeline, mesh.data)
-        if repeats and seats(cluster, smaller.size) is not None and shares.usable(smaller):
+        if repeats and may_rest(cluster, smaller.size) and shares.usable(smaller):
             yield smaller
 
 
@@ -88,7 +88,7 @@ def _largest(
                 mesh = Mesh(pipeline, data, tensor)
                 if any(_covers(other, mesh) for other in whole):
                     break
-                fits = mesh.size < most and seats(cluster, mesh.size) is not None
+                fits = mesh.size < most and may_rest(cluster, mesh.size)
                 if fits and shares.usable(mesh):
                     yield mesh
                     break

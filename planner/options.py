@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ir.cluster import Cluster, Mesh
 from ir.errors import Refused
-from ir.seats import seats, shares_cores
+from ir.seats import may_rest
 from ir.stage_devices import mesh_orders
 from planner.approximations import divides_something
 from planner.fewer_devices import Shares, fewer_devices, tensor_degrees
@@ -74,14 +74,14 @@ class Options:
         number up to `FEW`, else of halves. None where the pins say how many, or on a machine that
         was measured as it is, all processes at once."""
         pins = self.pins
-        if (pins.pipeline and pins.data and pins.tensor) or shares_cores(self.cluster):
+        if pins.pipeline and pins.data and pins.tensor:
             return []
         counts = list(range(devices - 1, 0, -1))
         if devices > FEW:
             counts = [devices >> n for n in range(1, devices.bit_length())]
         alone_s = self._alone_s(least)
         return [
-            mesh for count in counts if alone_s < count * step_s and seats(self.cluster, count)
+            mesh for count in counts if alone_s < count * step_s and may_rest(self.cluster, count)
             for mesh in self.on(count)
         ]
 

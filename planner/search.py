@@ -23,7 +23,7 @@ from ir.collector import paused_collector
 from ir.errors import Refused, UsageError
 from ir.graph import Graph
 from ir.plan import Certificate, Plan, encode, signature
-from ir.seats import seated, seats_of
+from ir.seats import may_rest, seated, seats_of
 from ir.variants import variants
 from ir.workers import Request, Workers
 from planner.approximations import approximations
@@ -187,6 +187,8 @@ class _Search:
         if not all(sharding.is_whole for sharding in found.pieces.shardings):
             return []
         mesh = replace(found.candidate.mesh, tensor=1)
+        if not may_rest(self.cluster, mesh.size):
+            return []
         alone = replace(found.candidate, mesh=mesh, order=())
         request = (alone.mesh.tensor, alone.rows), (Attempts.plan, (alone, best.step_s))
         for answer in self._answers([request]):

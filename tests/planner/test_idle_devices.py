@@ -11,7 +11,9 @@ from torch import nn
 
 from codegen import emit
 from ir.batch import flow
+from ir.calibration import Calibration, Collective
 from ir.cluster import Cluster, Mesh
+from ir.curves import Curve
 from ir.errors import UsageError
 from ir.graph import Graph
 from ir.plan import Plan
@@ -244,12 +246,26 @@ class Encoder(nn.Module):
         return x.square().mean()
 
 
-def test_a_tensor_axis_that_cuts_nothing_takes_no_devices() -> None:
-    graph = trace(Encoder(), (torch.zeros(12, 9, dtype=torch.int64),), {})
+@pytest.fixture(scope="module")
+def tiny() -> Graph:
+    return trace(Encoder(), (torch.zeros(12, 9, dtype=torch.int64),), {})
+
+
+def test_a_measured_machine_is_used_as_it_was_measured(tiny: Graph) -> None:
+    """No part of it stands for it, also where the tensor axis cuts nothing."""
+    curve = Curve((64.0, 2**20), (1.0, 10.0))  # nobody would cut anything
+    slow = [Collective(op, 2, 2, 2, curve) for op in ("all_reduce", "all_gather", "send")]
+    cluster = replace(Cluster.local(2), calibration=Calibration(2, (), tuple(slow)))
+    found = plan(tiny, cluster, global_batch=12, pin={"pipeline": 1, "data": 1})
+    assert found.mesh == Mesh(tensor=2) and found.devices_idle == 0
+    assert found.prediction.step_s < 1.0
+
+
+def test_a_tensor_axis_that_cuts_nothing_takes_no_devices(tiny: Graph) -> None:
     cluster = Cluster.local(2)
-    found = plan(graph, cluster, global_batch=12)
+    found = plan(tiny, cluster, global_batch=12)
     assert found.degrees.tensor == 1
-    alone = plan(graph, cluster, global_batch=12, pin={"pipeline": 1, "data": 1, "tensor": 1})
-    cut = plan(graph, cluster, global_batch=12, pin={"tensor": 2})
+    alone = plan(tiny, cluster, global_batch=12, pin={"pipeline": 1, "data": 1, "tensor": 1})
+    cut = plan(tiny, cluster, global_batch=12, pin={"tensor": 2})
     best_s = min(alone.prediction.step_s, cut.prediction.step_s)
     assert found.prediction.step_s <= best_s * (1 + 1e-8)

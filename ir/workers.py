@@ -23,6 +23,8 @@ from multiprocessing.process import BaseProcess, current_process
 from time import monotonic
 from typing import Any, TypeAlias, TypeVar, cast
 
+from ir.interrupts import held_interrupts
+
 MOST = 4
 """Processes that are used where no number is given."""
 
@@ -77,7 +79,8 @@ class Workers:
             mine, other = (_Pipe(end, self.shared) for end in context.Pipe())
             unused = [mine, *(pipe for _, pipe in self._copies)]
             copy = context.Process(target=_answer, args=(self.serve, other, unused), daemon=True)
-            with warnings.catch_warnings():  # of threads that are not Python's: they hold no lock
+            with held_interrupts(), warnings.catch_warnings():
+                # of threads that are not Python's: they hold no lock
                 warnings.simplefilter("ignore", DeprecationWarning)
                 copy.start()
             other.close()
@@ -213,7 +216,7 @@ def _told(serve: Callable[[Any], Any], number: int, request: Any, until_s: float
 def _answer(serve: Callable[[Any], Any], pipe: _Pipe, unused: list[_Pipe]) -> None:
     """A copy: answers until the other process closes the pipe, or is gone, or an answer can't be
     sent: then the other one answers itself."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the other one's matter
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who made it ends it so
     for other in unused:
         other.close()
     try:

@@ -105,10 +105,9 @@ class _Processes:
             if code == 0:
                 continue
             self._pumps[rank].join(GRACE_S)
-            words = "".join(self._last_lines[rank]).rstrip() or "(it printed no error)"
-            end = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            head = f"rank {rank} {end}, and the other ranks were stopped."
-            whole = f"{head} Its last output:\n{words}"
+            words = "".join(self._last_lines[rank]).rstrip()
+            head = f"rank {rank} {_how(code)}, and the other ranks were stopped."
+            whole = f"{head} Its last output:\n{words}" if words else f"{head} {_unsaid(code)}"
             raise RankFailed(
                 whole,
                 rank=rank,
@@ -180,6 +179,21 @@ def _environment(rank: int, nproc: int, port: int, added: Mapping[str, str]) -> 
 
 def _planned_ranks(folder: Path | str) -> int:
     return load_layout(Path(folder) / "layout.json").mesh.world_size
+
+
+def _how(code: int) -> str:
+    """How a process with this return code, as of `subprocess`, came to its end."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {number.value: f" ({number.name})" for number in signal.Signals}
+    return f"was killed by signal {-code}{names.get(-code, '')}"
+
+
+def _unsaid(code: int) -> str:
+    """What is known of a process that printed no error."""
+    if code == -signal.SIGKILL:
+        return "It printed no error: someone killed it, or the system for want of memory (dmesg)."
+    return "It printed no error."
 
 
 def _free_port() -> int:

@@ -9,6 +9,7 @@ expressions in `BATCH`.
 from __future__ import annotations
 
 import linecache
+import re
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -240,5 +241,15 @@ def _reason(error: BaseException) -> str:
             "so one captured program would be wrong for other data. Use torch.where or "
             "torch.cond instead of the branch, or compute the value outside the model."
         )
+    if "fake tensor in the exported program constant" in text:
+        return (
+            "It keeps a tensor that it made while being traced for a later use, as a cache of "
+            "keys and values does. A training step needs none: call the model with use_cache=False."
+        )
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"torch.export says: {type(error).__name__}: {first[:300]}"
+    return f"torch.export says: {type(error).__name__}: {_in_users_words(first)[:300]}"
+
+
+def _in_users_words(text: str) -> str:
+    """Tensors without memory, which torch captures with, are plain ones to the user."""
+    return re.sub(r"\bFakeTensor\b", "Tensor", text).replace("fake tensor", "tensor")

@@ -74,18 +74,22 @@ class Workers:
         """Makes the copies, where that can be done."""
         if self._copies or self.processes == 1 or not can_fork():
             return
-        context, self._owners = get_context("fork"), {}
-        for number in range(1, self.processes):
-            mine, other = (_Pipe(end, self.shared) for end in context.Pipe())
-            unused = [mine, *(pipe for _, pipe in self._copies)]
-            copy = context.Process(target=_answer, args=(self.serve, other, unused), daemon=True)
-            with held_interrupts(), warnings.catch_warnings():
-                # of threads that are not Python's: they hold no lock
-                warnings.simplefilter("ignore", DeprecationWarning)
-                copy.start()
-            other.close()
-            self._copies.append((copy, mine))
-            self._busy_s[number] = 0.0
+        self._owners = {}
+        with held_interrupts():  # none is to be made that `close` does not know of
+            for number in range(1, self.processes):
+                self._copies.append(self._copy())
+                self._busy_s[number] = 0.0
+
+    def _copy(self) -> tuple[BaseProcess, _Pipe]:
+        context = get_context("fork")
+        mine, other = (_Pipe(end, self.shared) for end in context.Pipe())
+        unused = [mine, *(pipe for _, pipe in self._copies)]
+        copy = context.Process(target=_answer, args=(self.serve, other, unused), daemon=True)
+        with warnings.catch_warnings():  # of threads that are not Python's: they hold no lock
+            warnings.simplefilter("ignore", DeprecationWarning)
+            copy.start()
+        other.close()
+        return copy, mine
 
     def close(self) -> None:
         """Ends the copies."""

@@ -83,19 +83,22 @@ class _Processes:
 
     def start(self, command: Sequence[str], rank: int, env: Mapping[str, str]) -> None:
         """Starts a rank in a session of its own, so that its children can be ended with it."""
-        process = subprocess.Popen(
-            list(command),
-            env=dict(env),
-            stdout=None if rank == 0 else subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        assert process.stderr is not None  # it is a pipe
-        self._running[rank] = process
-        self._last_lines[rank] = deque(maxlen=LAST_LINES)
-        self._pumps[rank] = _start_thread(self._pump, rank, process.stderr)
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:  # no Ctrl-C before the process is known to `__exit__`
+            process = self._running[rank] = subprocess.Popen(
+                list(command),
+                env=dict(env),
+                stdout=None if rank == 0 else subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            self._last_lines[rank] = deque(maxlen=LAST_LINES)
+            assert process.stderr is not None  # it is a pipe
+            self._pumps[rank] = _start_thread(self._pump, rank, process.stderr)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
         _start_thread(self._watch, rank, process)
 
     def wait(self) -> None:

@@ -7,7 +7,7 @@ plan. Names come from the user's model, so they are escaped; they are text and n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ir.cluster import Cluster
 from ir.graph import Node, render
@@ -148,7 +148,8 @@ def _span(placed: Placed, best: Evaluated) -> str:
 
 
 def _block(plan: Plan, best: Evaluated, variant: int) -> Iterator[str]:
-    """The header, then the main lines of forward and the collectives of backward."""
+    """The header, the main lines of forward and the collectives of backward, the rest summed up:
+    forward's lines add up to its seconds."""
     program = best.program
     kind, lowered = program.kinds[variant], program.lowered[variant]
     times = best.pieces.times[variant]
@@ -164,9 +165,13 @@ def _block(plan: Plan, best: Evaluated, variant: int) -> Iterator[str]:
     backward = [_row(n, lowered, times.of, plan) for n in lowered.backward if _moves(n)]
     yield from (["  once per step"] if early else [])
     yield from _table(early)
+    if rest := _summary([n for n in lowered.prologue if not _is_main(n)], times.early):
+        yield f"  and {rest}, once per step"
     yield from _table(forward)
+    if rest := _summary([n for n in lowered.forward if not _is_main(n)], times.of):
+        yield f"  and {rest}"
     if lowered.backward:
-        yield f"  backward: {_summary(lowered, times)}"
+        yield f"  backward: {_summary(lowered.backward, times.of)}"
     yield from _table(backward)
 
 
@@ -196,19 +201,29 @@ def _is_main(node: Node) -> bool:
     return _moves(node) or node.op in MAIN or op_def(node.op).kind == "matmul"
 
 
-def _summary(lowered: Lowered, times: NodeTimes) -> str:
-    """Seconds of backward by operation, the longest first."""
+def _summary(nodes: Iterable[Node], seconds: dict[str, Seconds]) -> str:
+    """Seconds by operation, the longest first; without collectives, and views that copy nothing."""
     by_op: dict[str, tuple[int, Seconds]] = {}
-    for node in lowered.backward:
-        if node.op in COLLECTIVES:
+    for node in nodes:
+        found = seconds[node.outputs[0]]
+        if node.op in COLLECTIVES or not found.total_s:
             continue
-        kind = op_def(node.op).kind
-        word = "elementwise" if kind == "memory" and node.op not in MAIN else node.op
-        if kind != "view":
-            count, seconds = by_op.get(word, (0, Seconds()))
-            by_op[word] = (count + 1, seconds + times.of[node.outputs[0]])
+        word = _word(node)
+        count, before = by_op.get(word, (0, Seconds()))
+        by_op[word] = (count + 1, before + found)
     ordered = sorted(by_op.items(), key=lambda item: (-item[1][1].total_s, item[0]))
-    return ", ".join(f"{n} {op} {duration(seconds.total_s)}" for op, (n, seconds) in ordered)
+    return ", ".join(f"{n} {op} {duration(sums.total_s)}" for op, (n, sums) in ordered)
+
+
+def _word(node: Node) -> str:
+    """What an operation is counted as."""
+    match op_def(node.op).kind:
+        case "view":
+            return "copying view"
+        case "memory" if node.op not in MAIN:
+            return "elementwise"
+        case _:
+            return node.op
 
 
 def _row(

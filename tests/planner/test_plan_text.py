@@ -15,6 +15,7 @@ from ir.quantities import duration, size
 from ir.trace import trace
 from planner import plan
 from planner.describe import common_path, escaped
+from runtime.models import load_model
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -82,6 +83,16 @@ def test_the_lines_of_a_block_add_up_to_it() -> None:
         forward, backward = (sum(map(seconds, part)) for part in (lines[:at], lines[at:]))
         assert forward == pytest.approx(seconds(head), rel=0.02)
         assert backward == pytest.approx(seconds(menu), rel=0.02)
+
+
+def test_a_stage_that_makes_values_again_while_it_would_wait_is_told() -> None:
+    loaded = load_model("examples/tiny_llama.py:build", device="cpu")
+    graph = trace(loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss)
+    made = plan(graph, Cluster.local(4, memory_GiB=4), global_batch=8, pin={"pipeline": 2})
+    busy_s = [cost.forward_s + cost.backward_s for cost in made.prediction.stages]
+    again = [line for line in made.text.splitlines() if " again  saved" in line]
+    assert busy_s[0] < busy_s[1] and len(again) == 1
+    assert again[0].endswith("; stage 0 would else wait for stage 1")
 
 
 def test_units() -> None:

@@ -170,7 +170,6 @@ class Search:
         elif level < LEVELS:
             heapq.heappush(queue, self._open(candidate, max(bound_s, answer), level + 1))
         else:
-            self.offload.bounds_s[candidate] = bound_s
             self._attempted(candidate, answer, best)
             return bound_s if answer.fits else self._unproven_s(candidate, bound_s)
         return inf
@@ -213,7 +212,7 @@ class Search:
             elif self._is_too_large(candidate):
                 left_s = min(left_s, self._unproven_s(candidate, bound_s))
             elif candidate in self.offload.tried or self.offload.is_enough(
-                candidate, bound_s, has_plan=best.found is not None
+                candidate, has_plan=best.found is not None
             ):
                 left_s = min(left_s, bound_s)
             elif planned == PLANNED_AT_ONCE:
@@ -341,6 +340,8 @@ class Search:
             self.offload.roomy.add(candidate)
         if not attempt.fits:
             self.too_large.append(candidate)
+        if attempt.worth is not None:
+            self.offload.worth[candidate] = attempt.worth
         self.offload.tried[candidate] = attempt.fits
         self.evaluations += attempt.fits
         if attempt.fits and candidate.mesh.size < self.cluster.n_devices:

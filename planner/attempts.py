@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import inf
 
 from ir.errors import Refused
-from planner.byte_price import marginal_price_s, recomputed_share, whole_price_s
+from planner.byte_price import ByteWorth, byte_worth, recomputed_share, whole_price_s
 from planner.calibrated import cost_model
 from planner.candidate import Evaluated, TooSlow, Workload, evaluate
 from planner.offload import HostFull
@@ -41,13 +41,14 @@ STEEP = 1e4
 @dataclass(frozen=True)
 class Attempt:
     """What planning a candidate came to. `fits`: whether it may fit; `found`: its best plan, unless
-    a faster one was known; `least_s`: seconds of the fastest that was looked at; `is_roomy`: it
-    recomputes next to nothing."""
+    a faster one was known; `least_s`: seconds of the fastest that was looked at, `worth` of a byte
+    in it, unless it was too slow to tell; `is_roomy`: it recomputes next to nothing."""
 
     fits: bool
     found: Evaluated | None
     least_s: float
     is_roomy: bool
+    worth: ByteWorth | None = None
 
 
 class Attempts:
@@ -90,12 +91,12 @@ class Attempts:
 @dataclass(frozen=True)
 class _Tried:
     """The shardings under a price of memory and the seconds of their step, infinity if it does not
-    fit; `marginal_s`: what a byte is worth then; `is_roomy`: next to nothing is recomputed."""
+    fit; `worth`: of a byte then; `is_roomy`: next to nothing is recomputed."""
 
     price_s: float
     pieces: Pieces
     step_s: float
-    marginal_s: float = 0.0
+    worth: ByteWorth | None = None
     is_roomy: bool = False
 
 
@@ -113,9 +114,9 @@ class _Attempt:
         fits = self._first_fits()
         if fits and self.candidate.mesh.tensor > 1:
             self._refine()
-        least_s = min(item.step_s for item in self.tried)
+        least = min(self.tried, key=lambda item: item.step_s)
         is_roomy = any(item.is_roomy for item in self.tried)
-        return Attempt(fits, self.found, least_s, is_roomy)
+        return Attempt(fits, self.found, least.step_s, is_roomy, least.worth)
 
     def _first_fits(self) -> bool:
         """Whether the candidate fits with a byte at no price, only bytes at one, or between."""
@@ -143,7 +144,8 @@ class _Attempt:
         tried = sorted(self.tried, key=lambda item: item.price_s)
         best = min(tried, key=lambda item: item.step_s)
         if best is tried[-1] and not best.is_roomy:
-            for price_s in (best.marginal_s, DEARER * best.marginal_s):
+            worth_s = best.worth.memory_s if best.worth else 0.0
+            for price_s in (worth_s, DEARER * worth_s):
                 if price_s > best.price_s and self._is_new(price_s):
                     return price_s
         pairs = [
@@ -171,8 +173,8 @@ class _Attempt:
         if isinstance(found, Evaluated):
             self._offer(found)
             is_roomy = recomputed_share(found) < SLACK
-            worth_s = marginal_price_s(found)
-            item = _Tried(price_s, pieces, found.prediction.step_s, worth_s, is_roomy)
+            step_s, worth = found.prediction.step_s, byte_worth(found)
+            item = _Tried(price_s, pieces, step_s, worth, is_roomy)
         else:
             item = _Tried(price_s, pieces, found.step_s if found else inf)
         self.tried.append(item)

@@ -1,4 +1,4 @@
-"""What a byte of state is worth: the seconds that it saves where memory makes blocks recompute.
+"""What a byte is worth: the seconds that it saves where memory makes blocks recompute.
 
 Input: an evaluated candidate, or its pieces where nothing fits. Output: seconds per micro-batch and
 byte, the price of memory under which blocks are sharded again. By duality: a byte less of state is
@@ -8,6 +8,7 @@ room for one of what a stage keeps, of all micro-batches that it has in flight.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ir.lower import Lowered
 from ir.spmd import StageCall
@@ -17,15 +18,24 @@ from planner.recompute import MenuPoint
 from planner.schedule import held_pieces
 
 
-def marginal_price_s(found: Evaluated) -> float:
-    """Of the stage where a byte is worth most; 0 where nothing is recomputed."""
+@dataclass(frozen=True, slots=True)
+class ByteWorth:
+    """Most seconds per micro-batch that a byte saves in any stage: one of a device's memory, and
+    one of what a block keeps of a micro-batch, as many of which a stage holds as are in flight."""
+
+    memory_s: float
+    kept_s: float
+
+
+def byte_worth(found: Evaluated) -> ByteWorth:
+    """0 where nothing is recomputed."""
     candidate, pieces = found.candidate, found.pieces
-    best = 0.0
+    memory_s = kept_s = 0.0
     for stage, calls in enumerate(found.program.stages):
         rank = stage % candidate.mesh.pipeline
         rate = max((_rate(pieces, placed) for placed in calls), default=0.0)
-        best = max(best, rate / _flights(found, rank))
-    return best
+        memory_s, kept_s = max(memory_s, rate / _flights(found, rank)), max(kept_s, rate)
+    return ByteWorth(memory_s, kept_s)
 
 
 def whole_price_s(pieces: Pieces) -> float:

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ir.cluster import Mesh
+from planner.byte_price import ByteWorth
 from planner.candidate import Evaluated
 from planner.least_costs import LeastCosts
-from planner.offload import can_offload
+from planner.offload import can_offload, copy_s
 from planner.pins import Candidate
 from planner.price import OPTIMIZER_TENSORS
 
@@ -35,6 +36,7 @@ class OffloadChoice:
         self.most = MOST_INSTEAD
         self.tried: dict[Candidate, bool] = {}
         self.roomy: set[Candidate] = set()
+        self.worth: dict[Candidate, ByteWorth] = {}
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -72,14 +74,26 @@ class OffloadChoice:
         return self.least.most_bytes(near) <= ROOMY * capacity_bytes
 
     def is_enough(self, candidate: Candidate, *, has_plan: bool) -> bool:
-        """Whether it need not be planned: the same has room with less on the host, or enough were
-        tried."""
+        """Whether it need not be planned: the same has room with less on the host, or would lose by
+        it; or enough were tried."""
         if not self.is_extra(candidate):
             return False
         less = [replace(candidate, offload=word) for word in self.words]
         has_room = any(near in self.roomy for near in less[: self.words.index(candidate.offload)])
         tried = sum(other.offload == candidate.offload for other in self.tried)
-        return has_room or (has_plan and tried >= self.most)
+        return has_room or self._loses(candidate) or (has_plan and tried >= self.most)
+
+    def _loses(self, candidate: Candidate) -> bool:
+        """Whether copies take longer than what they free saves, at what it is worth in the plan of
+        the same candidate without: a byte more saves no more than the last one."""
+        near = replace(candidate, offload="none")
+        worth, state = self.worth.get(near), self.least.state
+        if worth is None or worth.kept_s > 2 * copy_s(self.least.cluster, 1.0, copies=0):
+            return False
+        freed_bytes = state.bytes_of(near) - state.bytes_of(candidate)
+        copies_s = state.total(candidate).update_s - state.total(near).update_s
+        saved_s = candidate.micro_batches * worth.memory_s * freed_bytes
+        return saved_s <= copies_s / candidate.mesh.pipeline
 
 
 def _order(candidate: Candidate) -> tuple[Mesh, str, int]:

@@ -21,7 +21,7 @@ from planner.pieces import best_menu, pieces, whole
 from planner.pins import Candidate, read_pins
 from planner.places import PlacedBounds
 from planner.recompute_program import KeptProgram
-from planner.search import LEVELS, _Search
+from planner.search import LEVELS, Search
 
 MODELS = {
     "chain": lambda: chain(depth=5, width=64, hidden=256, seq=64),
@@ -40,10 +40,10 @@ PRICES = (0.0, 1.0)
 EVERY = 5
 
 
-def search(graph: Graph, cluster: Cluster, rows: int) -> _Search:
+def search(graph: Graph, cluster: Cluster, rows: int) -> Search:
     batch_flow = flow(graph)
     work = Workload(graph, batch_flow, variants(graph, batch_flow), rows, "adamw")
-    return _Search(work, cluster, read_pins({}), True)
+    return Search(work, cluster, read_pins({}), True)
 
 
 @pytest.mark.parametrize("model", MODELS)

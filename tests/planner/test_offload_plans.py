@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from small_models import chain, products
+from test_bounds import with_usable
 
 from ir.cluster import Cluster, Mesh
 from ir.errors import Refused, UsageError
@@ -15,10 +16,11 @@ from ir.machines import Host
 from ir.offload import OFFLOADS
 from ir.plan import Plan, spmd
 from planner import plan
+from planner.attempts import Attempt, Attempts
 from planner.cost import Roofline
 from planner.offload import check_host, pinned_bytes
-from planner.pins import read_pins
-from planner.search import _Search
+from planner.pins import Candidate, read_pins
+from planner.search import Search
 from planner.workload import Workload
 from planner.zero import held_cost, least_held_cost
 from tests.hand_plan import kinds_of
@@ -146,7 +148,7 @@ def test_the_search_finds_the_best_of_all(heavy: Graph, part: float) -> None:
 def words(graph: Graph, where: Cluster, optimizer: str = "adamw") -> tuple[str, ...]:
     batch_flow, kinds = kinds_of(graph)
     work = Workload(graph, batch_flow, kinds, 8, optimizer)
-    return _Search(work, where, read_pins({}), True).offload.words
+    return Search(work, where, read_pins({}), True).offload.words
 
 
 def test_nothing_is_considered_without_a_host(heavy: Graph) -> None:
@@ -221,3 +223,34 @@ def test_a_cluster_file_tells_of_the_host(tmp_path: Path) -> None:
     assert (host.copy_bytes_per_s, host.memory_bytes) == (2e9, 3 * 2**30)
     usual = Cluster.parse("H100-SXM").host
     assert usual.copy_bytes_per_s == pytest.approx(0.8 * usual.link_bytes_per_s)
+
+
+# what the search looks at
+
+
+@pytest.mark.parametrize(("bytes_per_s", "looks"), [(1e8, False), (1e13, True)])
+def test_offload_is_planned_only_where_it_may_gain(
+    monkeypatch, bytes_per_s: float, looks: bool
+) -> None:
+    """Memory makes what is planned without offload recompute."""
+    graph, planned = chain(depth=6, width=512, hidden=2048, seq=64), dict[Candidate, Attempt]()
+    attempt = Attempts.plan
+
+    def noted(self: Attempts, candidate: Candidate, best_s: float) -> Attempt:
+        planned[candidate] = attempt(self, candidate, best_s)
+        return planned[candidate]
+
+    where = Cluster.parse("1x2xA100-80GB")
+    roomy = plan(graph, where, global_batch=64)
+    where = with_usable(where, int(0.6 * roomy.prediction.peak_bytes))
+    where = dataclasses.replace(where, own_host=Host(bytes_per_s, 2**40, link_part=1.0))
+    monkeypatch.setattr(Attempts, "plan", noted)
+    found = plan(graph, where, global_batch=64, processes=1)
+    fitting = {candidate for candidate, answer in planned.items() if answer.worth}
+    beside = [c for c in planned if c.offload != "none" and without_offload(c) in fitting]
+    assert bool(beside) == looks and (found.offload != "none") == looks
+
+
+def without_offload(candidate: Candidate) -> Candidate:
+    """The same candidate."""
+    return dataclasses.replace(candidate, offload="none")

@@ -14,8 +14,10 @@ import signal
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from math import inf
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -28,7 +30,22 @@ MOST = 4
 
 T = TypeVar("T")
 Request: TypeAlias = tuple[Hashable, Any]
-_Told: TypeAlias = tuple[int, Any, float]  # number of a request, its answer, seconds that it took
+
+
+@dataclass(eq=False)
+class Asked:
+    """Requests that are being answered, by their numbers."""
+
+    requests: Sequence[Request]
+    until_s: float
+    found: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def is_answered(self) -> bool:
+        return len(self.found) == len(self.requests)
+
+
+_Open: TypeAlias = tuple[Asked, int]
 
 
 def usable_cores() -> int:
@@ -58,9 +75,9 @@ class Workers:
         most. `shared`: objects that requests and answers refer to, and do not copy."""
         self.serve, self.shared = serve, tuple(shared)
         self.processes = processes or min(MOST, usable_cores())
-        self._copies: list[tuple[BaseProcess, _Pipe]] = []
+        self._copies: list[_Copy] = []
         self._owners: dict[Hashable, int] = {}
-        self._busy_s: dict[int, float] = {0: 0.0}
+        self._mine: deque[_Open] = deque()
 
     def __enter__(self) -> Workers:
         return self
@@ -69,71 +86,88 @@ class Workers:
         self.close()
 
     def start(self) -> None:
-        """Makes the copies, where that can be done."""
-        if self._copies or self.processes == 1 or not can_fork():
+        """Makes the copies, where that can be done and nothing is being answered."""
+        if self._copies or self._mine or self.processes == 1 or not can_fork():
             return
         context, self._owners = get_context("fork"), {}
-        for number in range(1, self.processes):
+        for _ in range(1, self.processes):
             mine, other = (_Pipe(end, self.shared) for end in context.Pipe())
-            unused = [mine, *(pipe for _, pipe in self._copies)]
+            unused = [mine, *(copy.pipe for copy in self._copies)]
             copy = context.Process(target=_answer, args=(self.serve, other, unused), daemon=True)
             with warnings.catch_warnings():  # of threads that are not Python's: they hold no lock
                 warnings.simplefilter("ignore", DeprecationWarning)
                 copy.start()
             other.close()
-            self._copies.append((copy, mine))
-            self._busy_s[number] = 0.0
+            self._copies.append(_Copy(copy, mine))
 
     def close(self) -> None:
         """Ends the copies."""
-        for copy, pipe in self._copies:
-            pipe.close()
-            copy.kill()
-            copy.join()
-        self._copies, self._owners, self._busy_s = [], {}, {0: 0.0}
+        for copy in self._copies:
+            copy.pipe.close()
+            copy.process.kill()
+            copy.process.join()
+        self._copies, self._owners = [], {}
+        self._mine.clear()
 
     def answers(self, requests: Sequence[Request], until_s: float = inf) -> list[Any]:
         """What `serve` returns for each; None for those not begun by `until_s`, of `monotonic`. The
         first error that it raises is raised here."""
-        shares = self._shares(requests)
-        for number, (_, pipe) in enumerate(self._copies, start=1):
-            if shares[number]:
-                pipe.ask([(n, requests[n][1]) for n in shares[number]], until_s)
-        told = [_told(self.serve, n, requests[n][1], until_s) for n in shares[0]]
-        self._busy_s[0] += sum(seconds for *_, seconds in told)
-        for number in range(1, len(self._copies) + 1):
-            told += self._received(number, [(n, requests[n][1]) for n in shares[number]], until_s)
-        found = {n: answer for n, answer, _ in told}
-        for n in range(len(requests)):
-            if isinstance(found[n], _Failed):
-                raise found[n].error
-        return [found[n] for n in range(len(requests))]
+        return self.finish(self.ask(requests, until_s))
 
-    def _shares(self, requests: Sequence[Request]) -> list[list[int]]:
-        """By process the requests that it answers: a new key goes to the process with the fewest of
-        these, and of equal ones to that which has been busy least long."""
-        shares: list[list[int]] = [[] for _ in self._busy_s]
+    def ask(self, requests: Sequence[Request], until_s: float = inf) -> Asked:
+        """Begins to answer: copies at once, this process in `finish`. What is asked later is
+        answered later, so a few of these at once let no process wait for the others."""
+        asked = Asked(requests, until_s)
+        shares: list[list[int]] = [[] for _ in range(1 + len(self._copies))]
         for n, (key, _) in enumerate(requests):
-            if key not in self._owners:
-                self._owners[key] = min(
-                    self._busy_s, key=lambda p: (len(shares[p]), self._busy_s[p], p)
-                )
-            shares[self._owners[key]].append(n)
-        return shares
+            shares[self._owner(key)].append(n)
+        self._mine += [(asked, n) for n in shares[0]]
+        for copy, share in zip(self._copies, shares[1:], strict=True):
+            copy.open += [(asked, n) for n in share]
+            if share:
+                copy.pipe.ask([requests[n][1] for n in share], until_s)
+        return asked
 
-    def _received(
-        self, number: int, asked: Sequence[tuple[int, Any]], until_s: float
-    ) -> list[_Told]:
-        """The answers of a copy; what it did not answer before it was killed is answered here."""
-        pipe, told = self._copies[number - 1][1], list[_Told]()
+    def _owner(self, key: Hashable) -> int:
+        """The process that answers a key; new keys go round, so that neighbours, which are about as
+        much work, are shared."""
+        if key not in self._owners:
+            self._owners[key] = len(self._owners) % (1 + len(self._copies))
+        return self._owners[key]
+
+    def finish(self, asked: Asked) -> list[Any]:
+        """The answers, as `answers` has them. While others work on theirs, this process goes on
+        with its own."""
+        while not asked.is_answered:
+            waited = [copy for copy in self._copies if any(a is asked for a, _ in copy.open)]
+            ready = next((copy for copy in waited if copy.pipe.end.poll()), None)
+            if ready is None and self._mine:
+                self._serve()
+            else:
+                self._receive(ready or waited[0])
+        found = [asked.found[n] for n in range(len(asked.requests))]
+        for answer in found:
+            if isinstance(answer, _Failed):
+                raise answer.error
+        return found
+
+    def _serve(self) -> None:
+        asked, n = self._mine.popleft()
+        asked.found[n] = _told(self.serve, asked.requests[n][1], asked.until_s)
+
+    def _receive(self, copy: _Copy) -> None:
+        """The next answer of a copy; what it did not answer before it was killed is answered by
+        this process, before what was asked of this one later."""
         try:
-            told += [pipe.recv() for _ in asked]
+            answer = copy.pipe.recv()
         except (EOFError, OSError):
-            left = asked[len(told):]
+            number = 1 + self._copies.index(copy)
             self._owners = {k: 0 if p == number else p for k, p in self._owners.items()}
-            told += [_told(self.serve, n, request, until_s) for n, request in left]
-        self._busy_s[number] += sum(seconds for *_, seconds in told)
-        return told
+            self._mine.extendleft(reversed(copy.open))
+            copy.open.clear()
+            return
+        asked, n = copy.open.popleft()
+        asked.found[n] = answer
 
 
 @contextmanager
@@ -145,16 +179,18 @@ def ahead(function: Callable[[], T]) -> Iterator[Callable[[], T]]:
         if not workers._copies:
             yield function
             return
-        asked = [(0, None)]
-        workers._copies[0][1].ask(asked, inf)
+        workers._owners = {"ahead": 1}
+        asked = workers.ask([("ahead", None)])
+        yield lambda: cast(T, workers.finish(asked)[0])
 
-        def answer() -> T:
-            ((_, found, _),) = workers._received(1, asked, inf)
-            if isinstance(found, _Failed):
-                raise found.error
-            return cast(T, found)
 
-        yield answer
+@dataclass(eq=False)
+class _Copy:
+    """A copy of this process, and what it was asked and did not answer yet, in order."""
+
+    process: BaseProcess
+    pipe: _Pipe
+    open: deque[_Open] = field(default_factory=deque)
 
 
 class _Pipe:
@@ -164,8 +200,8 @@ class _Pipe:
         self.end, self.shared = end, shared
         self.numbers = {id(item): number for number, item in enumerate(shared)}
 
-    def ask(self, requests: Sequence[tuple[int, Any]], until_s: float) -> None:
-        """Sends requests to a copy; if it was killed, `Workers._received` answers instead."""
+    def ask(self, requests: Sequence[Any], until_s: float) -> None:
+        """Sends requests to a copy; if it was killed, `Workers._receive` sees to them."""
         with suppress(OSError):
             self.send((requests, until_s))
 
@@ -199,15 +235,14 @@ class _Failed:
         self.error = error
 
 
-def _told(serve: Callable[[Any], Any], number: int, request: Any, until_s: float) -> _Told:
-    start_s = monotonic()
-    if start_s > until_s:
-        return number, None, 0.0
+def _told(serve: Callable[[Any], Any], request: Any, until_s: float) -> Any:
+    """An answer, or None where it is too late, or what it failed with."""
+    if monotonic() > until_s:
+        return None
     try:
-        answer = serve(request)
+        return serve(request)
     except Exception as error:
-        answer = _Failed(error)
-    return number, answer, monotonic() - start_s
+        return _Failed(error)
 
 
 def _answer(serve: Callable[[Any], Any], pipe: _Pipe, unused: list[_Pipe]) -> None:
@@ -219,7 +254,7 @@ def _answer(serve: Callable[[Any], Any], pipe: _Pipe, unused: list[_Pipe]) -> No
     try:
         while True:
             asked, until_s = pipe.recv()
-            for number, request in asked:
-                pipe.send(_told(serve, number, request, until_s))
+            for request in asked:
+                pipe.send(_told(serve, request, until_s))
     except Exception:
         return

@@ -1,5 +1,5 @@
 """The planner: from a traced graph and a cluster to a `Plan`."""
 
-from planner.search import plan
+from planner.planning import plan
 
 __all__ = ["plan"]

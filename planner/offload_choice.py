@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from ir.cluster import Mesh
 from planner.candidate import Evaluated
@@ -25,6 +26,8 @@ MOST_BESIDE = 3
 """Candidates of each way to offload that are planned beside a plan without."""
 MOST_INSTEAD = 24
 """The same where nothing fits without."""
+GAIN = 0.001
+"""Relative; what the bound has to fall by for a candidate that fits without."""
 
 
 class OffloadChoice:
@@ -35,6 +38,7 @@ class OffloadChoice:
         self.most = MOST_INSTEAD
         self.tried: dict[Candidate, bool] = {}
         self.roomy: set[Candidate] = set()
+        self.bounds_s: dict[Candidate, float] = {}  # the closest ones of what was planned
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -71,11 +75,14 @@ class OffloadChoice:
         capacity_bytes = self.least.cost_of(candidate.mesh).capacity_bytes
         return self.least.most_bytes(near) <= ROOMY * capacity_bytes
 
-    def is_enough(self, candidate: Candidate, *, has_plan: bool) -> bool:
-        """Whether it need not be planned: the same has room with less on the host, or enough were
-        tried."""
+    def is_enough(self, candidate: Candidate, bound_s: float, *, has_plan: bool) -> bool:
+        """Whether it need not be planned: the same has room with less on the host, or fits and has
+        no higher bound; or enough were tried."""
         if not self.is_extra(candidate):
             return False
+        near = replace(candidate, offload="none")
+        if self.tried.get(near) and bound_s > (1 - GAIN) * self.bounds_s.get(near, inf):
+            return True
         less = [replace(candidate, offload=word) for word in self.words]
         has_room = any(near in self.roomy for near in less[: self.words.index(candidate.offload)])
         tried = sum(other.offload == candidate.offload for other in self.tried)

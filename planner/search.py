@@ -1,53 +1,48 @@
-"""The search for a plan: meshes, micro-batches and schedules, best first.
+"""The search: meshes, micro-batches and schedules, best first.
 
-Input: a traced graph, a cluster, the global batch, pins. Output: the `Plan` with the smallest
-predicted step that fits. A candidate's lower bound divides the work of one device evenly and adds
-the pipeline's fill and the exchange of gradients; candidates are evaluated in the order of an
-estimate until none can be better, and the plan carries the least bound of all. A candidate is
-tried at one ZeRO stage, and at the next one only while memory makes it recompute or not fit.
+Input: a workload, a cluster, pins. Output: the `Evaluated` candidate with the smallest predicted
+step that fits. Of all candidates those of the least bounds are bounded more closely, then planned,
+until no bound is below the best plan by more than `GAP`, or as many were planned as is worth while;
+the least bound that is left is the proof. A ZeRO stage is a candidate of its own; candidates that
+offload are looked at last, beside what fits.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 from itertools import groupby, takewhile
 from math import inf
 from time import monotonic
 from typing import Any, TypeAlias
 
-from ir.batch import flow, needs_whole_batch
+from ir.batch import needs_whole_batch
 from ir.cluster import Cluster, Mesh
-from ir.collector import paused_collector
-from ir.errors import Refused, UsageError
-from ir.graph import Graph
-from ir.plan import Certificate, Plan, encode, signature
-from ir.seats import may_rest, seated, seats_of
-from ir.variants import variants
-from ir.workers import Request, Workers
-from planner.approximations import approximations
+from ir.errors import Refused
+from ir.plan import Certificate
+from ir.seats import may_rest
+from ir.workers import Asked, Request, Workers
 from planner.attempts import Attempt, Attempts
 from planner.best import Best, simplicity
 from planner.candidate import Evaluated, Workload
 from planner.counting import plans_log10
-from planner.describe import describe
 from planner.idle_reason import IdleReason
-from planner.limits import check_processes, check_time_limit
 from planner.no_sizes import no_sizes
-from planner.offload import check_offload
 from planner.offload_choice import OffloadChoice
 from planner.options import Options
 from planner.order_reason import OrderReason
-from planner.pins import Candidate, Pins, check_batch, check_pins, read_pins
+from planner.pins import Candidate, Pins
 from planner.places import Supplies
-from planner.price import OPTIMIZER_TENSORS
 from planner.supply import Supply
 
 MOST_EVALUATIONS = 24
 """Candidates that are planned before the search settles for the best one found."""
-AT_ONCE, PLANNED_AT_ONCE = 32, 4
+AT_ONCE, PLANNED_AT_ONCE = 16, 2
 """Candidates that are bounded, or planned, before their answers count."""
+IN_FLIGHT = 2
+"""How many times so many are asked for before the first answers count."""
 MANY, SHORT_S = 64, 0.5
 """Requests, or seconds of a search, from which on other processes help."""
 LEVELS = 4
@@ -59,66 +54,10 @@ MOST_REFUSALS = 40
 """Candidates that turn out not to fit before the same."""
 
 
-@paused_collector()
-def plan(
-    graph: Graph, cluster: Cluster | str, *, global_batch: int,
-    pin: Mapping[str, Any] | None = None, optimizer: str = "adamw", name: str | None = None,
-    time_limit_s: float = inf, processes: int | None = None,
-) -> Plan:  # fmt: skip
-    """Decides how to train `graph` on `cluster`, or on that of a spec; deterministic, but for a
-    search that a time limit ends: then the best plan so far, with its gap. Devices are left idle
-    where the others are faster without them, or where the pinned degrees say so. `processes`: in
-    how many to search (`ir.workers`); the plan is the same in any number.
-
-    `pin` fixes decisions: pipeline, data, tensor, micro_batches, schedule ("gpipe", "1f1b",
-    "interleaved", "zero-bubble"), virtual_stages (of a rank, where interleaved), recompute
-    ("none", "selective", "full"), zero (0 to 3), offload (what may lie on the host: `ir.offload`).
-    Raises `UsageError` for a request that makes no sense, `Refused` when no plan fits or the
-    numbers would change.
-    """
-    if optimizer not in OPTIMIZER_TENSORS:
-        known = ", ".join(sorted(OPTIMIZER_TENSORS))
-        raise UsageError(f"unknown optimizer {optimizer!r}. Known: {known}.")
-    check_time_limit(time_limit_s)
-    check_processes(processes)
-    cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
-    pins = read_pins(pin)
-    has_batch = any(item.batch_dim is not None for item in graph.inputs)
-    check_batch(graph, global_batch)
-    check_offload(pins.offload, cluster, optimizer)
-    check_pins(pins, cluster.n_devices, global_batch, has_batch=has_batch)
-    if pins.pipeline and pins.data and pins.tensor:
-        seats_of(cluster, pins.pipeline * pins.data * pins.tensor)
-    batch_flow = flow(graph)
-    work = Workload(graph, batch_flow, variants(graph, batch_flow), global_batch, optimizer)
-    search = _Search(work, cluster, pins, has_batch, time_limit_s, processes)
-    best = search.run()
-    cluster, idle = search.attempts.supply.cluster_of(best.candidate), search.idle
-    used = seated(cluster, best.candidate.mesh.size)
-    notes = (
-        *idle.notes(best.candidate.mesh, best.prediction.step_s), *search.notes,
-        *search.node_orders.notes(best.candidate, best.prediction.step_s),
-        *approximations(work, best, used),
-    )  # fmt: skip
-    blocks = tuple(
-        encode(*parts)
-        for parts in zip(
-            work.kinds, best.pieces.shardings, best.program.keeps, best.program.hosts, strict=True
-        )
-    )
-    made = Plan(
-        name or graph.model, signature(graph), cluster, best.candidate.mesh,
-        best.candidate.schedule, best.candidate.micro_batches, global_batch, optimizer, blocks,
-        best.stages, best.prediction, notes, zero=best.candidate.zero,
-        offload=best.program.offload, certificate=search.certificate,
-    )  # fmt: skip
-    return replace(made, text=describe(made, best))
-
-
 _Open: TypeAlias = tuple[float, tuple[int, ...], int, Candidate]
 
 
-class _Search:
+class Search:
     """One search, with the pieces that its candidates share."""
 
     def __init__(
@@ -191,8 +130,8 @@ class _Search:
             return []
         alone = replace(found.candidate, mesh=mesh, order=())
         request = (alone.mesh.tensor, alone.rows), (Attempts.plan, (alone, best.step_s))
-        for answer in self._answers([request]):
-            self._attempted(alone, answer, best)
+        (answer,) = self.workers.finish(self._asked([request], always=True))
+        self._attempted(alone, answer, best)
         return [alone]
 
     def _smaller(self, best: Best, tried: list[Candidate]) -> list[Candidate]:
@@ -207,26 +146,56 @@ class _Search:
         """Best first: of all candidates those of the least bounds are bounded more closely, and
         then planned, until no bound is below the best plan by more than the gap; the least bound
         that is left. `always`: first bounds are found also after the deadline."""
-        closed_s = inf
+        closed_s, asked = inf, deque[tuple[list[_Open], Asked]]()
         queue = [self._open(c, s, 1) for c, s in self._quick(options, always=always)]
+        self._begin(queue, best)
+        while True:
+            while len(asked) < IN_FLIGHT and monotonic() <= self.deadline:
+                taken, left_s = self._taken(queue, best)
+                closed_s = min(closed_s, left_s)
+                if not taken:
+                    break
+                asked.append((taken, self._asked([self._request(e, best) for e in taken])))
+            if not asked:
+                return min([closed_s, *(item[0] for item in queue[:1])])
+            taken, waited = asked.popleft()
+            for entry, answer in zip(taken, self.workers.finish(waited), strict=True):
+                closed_s = min(closed_s, self._answered(entry, answer, queue, best))
+
+    def _answered(self, entry: _Open, answer: Any, queue: list[_Open], best: Best) -> float:
+        """Takes note of a closer bound, or of a plan; then the bound that it leaves."""
+        bound_s, _, level, candidate = entry
+        if answer is None:
+            heapq.heappush(queue, entry)
+        elif level < LEVELS:
+            heapq.heappush(queue, self._open(candidate, max(bound_s, answer), level + 1))
+        else:
+            self.offload.bounds_s[candidate] = bound_s
+            self._attempted(candidate, answer, best)
+            return bound_s if answer.fits else self._unproven_s(candidate, bound_s)
+        return inf
+
+    def _begin(self, queue: list[_Open], best: Best) -> None:
+        """Plans one that is soon found: without a tensor axis and with room for everything there is
+        nothing to choose. What it beats by far need not be bounded more closely."""
+        free, others = list[_Open](), list[_Open]()
+        for entry in queue:
+            is_free = best.found is None and self._is_free(entry[-1])
+            (free if is_free else others).append(entry)
+        heapq.heapify(free)
+        while free and free[0][2] < LEVELS and monotonic() <= self.deadline:
+            bound_s, _, level, candidate = heapq.heappop(free)
+            closer_s = max(bound_s, self.attempts.close_s(candidate, level + 1))
+            heapq.heappush(free, self._open(candidate, closer_s, level + 1))
+        if free and monotonic() <= self.deadline:
+            candidate = free[0][-1]
+            self._attempted(candidate, self.attempts.plan(candidate, best.step_s), best)
+        queue[:] = [*others, *free]
         heapq.heapify(queue)
-        while self._is_below(queue, best) and monotonic() <= self.deadline:
-            taken, left_s = self._taken(queue, best)
-            closed_s = min(closed_s, left_s)
-            if not taken and queue and closed_s <= queue[0][0]:
-                break
-            answers = self._answers([self._request(entry, best) for entry in taken], self.deadline)
-            for entry, answer in zip(taken, answers, strict=True):
-                bound_s, _, level, candidate = entry
-                if answer is None:
-                    heapq.heappush(queue, entry)
-                elif level < LEVELS:
-                    heapq.heappush(queue, self._open(candidate, max(bound_s, answer), level + 1))
-                else:
-                    self._attempted(candidate, answer, best)
-                    left_s = bound_s if answer.fits else self._unproven_s(candidate, bound_s)
-                    closed_s = min(closed_s, left_s)
-        return min([closed_s, *(item[0] for item in queue[:1])])
+
+    def _is_free(self, candidate: Candidate) -> bool:
+        capacity_bytes = self.least.cost_of(candidate.mesh).capacity_bytes
+        return candidate.mesh.tensor == 1 and self.least.most_bytes(candidate) <= capacity_bytes
 
     def _is_below(self, queue: list[_Open], best: Best) -> bool:
         """Whether the least bound is below the best plan by more than the gap."""
@@ -243,7 +212,9 @@ class _Search:
                 taken.append(entry)
             elif self._is_too_large(candidate):
                 left_s = min(left_s, self._unproven_s(candidate, bound_s))
-            elif self.offload.is_enough(candidate, has_plan=best.found is not None):
+            elif candidate in self.offload.tried or self.offload.is_enough(
+                candidate, bound_s, has_plan=best.found is not None
+            ):
                 left_s = min(left_s, bound_s)
             elif planned == PLANNED_AT_ONCE:
                 heapq.heappush(queue, entry)
@@ -267,11 +238,11 @@ class _Search:
             return key, (Attempts.close_s, (candidate, level + 1))
         return key, (Attempts.plan, (candidate, best.step_s))
 
-    def _answers(self, requests: Sequence[Request], until_s: float = inf) -> list[Any]:
-        """In several processes once that is worth while."""
+    def _asked(self, requests: Sequence[Request], *, always: bool = False) -> Asked:
+        """In several processes once that is worth while; `always`: also after the deadline."""
         if len(requests) > MANY or monotonic() > self.begun_s + SHORT_S:
             self.workers.start()
-        return self.workers.answers(requests, until_s)
+        return self.workers.ask(requests, inf if always else self.deadline)
 
     def _goes_on(self, best: Best) -> bool:
         """Whether one more candidate is worth planning."""
@@ -296,7 +267,7 @@ class _Search:
         for candidate in self._fitting(options):
             groups.setdefault((candidate.mesh.tensor, candidate.rows), []).append(candidate)
         requests = [(("quick", *key), (Attempts.quick_s, (c,))) for key, c in groups.items()]
-        answers = self._answers(requests, inf if always else self.deadline)
+        answers = self.workers.finish(self._asked(requests, always=always))
         for found, seconds in zip(groups.values(), answers, strict=True):
             for candidate, bound_s in zip(found, seconds or [0.0] * len(found), strict=True):
                 if bound_s < inf:

@@ -20,19 +20,19 @@ from planner import search
 import shardwright
 
 workers.usable_cores, search.SHORT_S = lambda: 3, 0.0
-answers, calls, killed = workers.Workers.answers, [], []
+ask, calls, killed = workers.Workers.ask, [], []
 
 def killing(self, requests, *rest):
     calls.append(len(requests))
     if len(calls) > 1:
-        for copy, _ in self._copies:
-            if copy.is_alive():
-                os.kill(copy.pid, signal.SIGKILL)
-                copy.join()
-                killed.append(copy.pid)
-    return answers(self, requests, *rest)
+        for process in (copy.process for copy in self._copies):
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+                killed.append(process.pid)
+    return ask(self, requests, *rest)
 
-workers.Workers.answers = killing
+workers.Workers.ask = killing
 code = shardwright.main(sys.argv[1:])
 print(len(killed), file=sys.stderr)
 sys.exit(code)

@@ -89,6 +89,25 @@ def test_what_a_killed_copy_did_not_answer_is_answered_here() -> None:
     assert in_one_thread("print_killed()") == "a0 killed0 c0 d0 d1 True\n"
 
 
+def print_in_flight(kill: bool) -> None:
+    """Two lists are asked for before the first answers are waited for."""
+    with started() as workers:
+        workers.serve.counts["a main process"] = 0
+        first = workers.ask([("a", "a"), ("b", "b"), ("b", "killed" if kill else "b")])
+        second = workers.ask([("b", "b"), ("a", "a"), ("c", "c")])
+        found = [*workers.finish(first), *workers.finish(second)]
+        print(*(f"{key}{count}" for key, count, _ in found))
+
+
+def test_what_is_asked_later_is_answered_later() -> None:
+    assert in_one_thread("print_in_flight(False)") == "a0 b0 b1 b2 a1 c0\n"
+
+
+def test_a_killed_copy_leaves_all_that_it_was_asked() -> None:
+    """Here nothing was asked of b yet, but that which killed the copy."""
+    assert in_one_thread("print_in_flight(True)") == "a0 b0 killed0 b0 a1 c0\n"
+
+
 class Thing:
     """Equal to itself only."""
 
@@ -140,7 +159,7 @@ def test_requests_after_the_time_are_not_begun() -> None:
 
 def print_gone() -> None:
     workers = started(3)
-    print(*(copy.pid for copy, _ in workers._copies), flush=True)
+    print(*(copy.process.pid for copy in workers._copies), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

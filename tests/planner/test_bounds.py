@@ -25,7 +25,7 @@ from planner.places import PlacedBounds
 from planner.rank_bound import least_pace_s
 from planner.recompute_program import KeptProgram
 from planner.schedule import moments
-from planner.search import LEVELS, _Search
+from planner.search import LEVELS, Search
 from planner.stage_cuts import relaxed_seconds
 from planner.stage_problem import Point, Run, StageProblem
 from planner.stages import plan_stages
@@ -47,10 +47,10 @@ PRICES = (0.0, 1.0)
 EVERY = 5
 
 
-def search(graph: Graph, cluster: Cluster, rows: int) -> _Search:
+def search(graph: Graph, cluster: Cluster, rows: int) -> Search:
     batch_flow = flow(graph)
     work = Workload(graph, batch_flow, variants(graph, batch_flow), rows, "adamw")
-    return _Search(work, cluster, read_pins({}), True)
+    return Search(work, cluster, read_pins({}), True)
 
 
 @pytest.mark.parametrize("model", MODELS)

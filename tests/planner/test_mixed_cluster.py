@@ -10,7 +10,7 @@ from ir.errors import UsageError
 from ir.mixed import least_of
 from ir.plan import Plan
 from planner.links import axis_groups
-from planner.search import plan
+from planner.planning import plan
 from tests.planner.small_models import products
 
 MIXED = "2x8xH100-SXM+2x8xA100-40GB"

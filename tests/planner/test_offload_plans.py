@@ -18,7 +18,7 @@ from planner import plan
 from planner.cost import Roofline
 from planner.offload import check_host, pinned_bytes
 from planner.pins import read_pins
-from planner.search import _Search
+from planner.search import Search
 from planner.workload import Workload
 from planner.zero import held_cost, least_held_cost
 from tests.hand_plan import kinds_of
@@ -146,7 +146,7 @@ def test_the_search_finds_the_best_of_all(heavy: Graph, part: float) -> None:
 def words(graph: Graph, where: Cluster, optimizer: str = "adamw") -> tuple[str, ...]:
     batch_flow, kinds = kinds_of(graph)
     work = Workload(graph, batch_flow, kinds, 8, optimizer)
-    return _Search(work, where, read_pins({}), True).offload.words
+    return Search(work, where, read_pins({}), True).offload.words
 
 
 def test_nothing_is_considered_without_a_host(heavy: Graph) -> None:

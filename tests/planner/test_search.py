@@ -13,6 +13,8 @@ from ir.errors import Refused, UsageError
 from ir.graph import Graph
 from ir.plan import Plan, spmd
 from planner import plan
+from planner.attempts import Attempt, Attempts
+from planner.pins import Candidate
 
 LOCAL = Cluster.local(4, memory_GiB=1)
 
@@ -303,3 +305,24 @@ def test_what_just_fits_is_not_refused(graph: Graph, schedule: str) -> None:
     assert again.step_s == full.prediction.step_s
     free = plan(graph, tight, global_batch=8, pin=pin).prediction
     assert max(again.peak_bytes, free.peak_bytes) <= full.prediction.peak_bytes + 1
+
+
+def test_what_a_plan_of_no_choice_beats_is_not_bounded_closely(monkeypatch) -> None:
+    """What the first plan takes, without a tensor axis, decides which others are looked at."""
+    graph, bounds_s, planned = chain(width=512, hidden=2048, seq=64), list[float](), list[Attempt]()
+    close_s, attempt = Attempts.close_s, Attempts.plan
+
+    def counted(self: Attempts, candidate: Candidate, level: int) -> float:
+        if candidate.mesh.tensor > 1:
+            bounds_s.append(self.bounds.quick_s(candidate))
+        return close_s(self, candidate, level)
+
+    def noted(self: Attempts, candidate: Candidate, best_s: float) -> Attempt:
+        planned.append(attempt(self, candidate, best_s))
+        return planned[-1]
+
+    monkeypatch.setattr(Attempts, "close_s", counted)
+    monkeypatch.setattr(Attempts, "plan", noted)
+    made = plan(graph, "1x8xH100-SXM", global_batch=512, processes=1)
+    first_s = planned[0].least_s
+    assert bounds_s and max(bounds_s) < first_s < 1.2 * made.prediction.step_s

@@ -52,11 +52,6 @@ class Difference:
         """Of the first plan's step."""
         return self.total_s / self.step_s
 
-    @property
-    def rest_s(self) -> float:
-        """What no part has: ranks that wait leave their cores to others (`shared_step_s`)."""
-        return self.total_s - sum(seconds for _, seconds in self.parts)
-
 
 @dataclass(frozen=True, slots=True)
 class Alternative:

@@ -2,12 +2,14 @@
 
 Input: the workload and the evaluated candidate. Output: notes: operations that run whole, because
 no rule says how to cut them or nothing divides, large parameters that every rank holds whole,
-products without units, pinned schedules without stages, and the kind of cost model.
+products without units, pinned schedules without stages, and the kind of cost model, first of all
+where it was measured.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from ir.cluster import GIB, Cluster, Mesh
 from ir.graph import Block, Node
@@ -16,8 +18,10 @@ from ir.mixed import least_of
 from ir.ops import op_def
 from ir.stage_devices import are_unlike
 from ir.variants import Variant
+from planner.calibrated import cost_model
 from planner.candidate import Evaluated, Workload
 from planner.ports import divides
+from planner.unmeasured import unmeasured
 
 LARGE_SHARE = 0.01
 """A parameter with more than this part of all parameters is worth a note when it is not cut."""
@@ -34,14 +38,16 @@ def divides_something(kinds: tuple[Variant, ...], degree: int) -> bool:
 def approximations(work: Workload, best: Evaluated, cluster: Cluster) -> tuple[str, ...]:
     """All notes, in a stable order."""
     mesh = best.candidate.mesh
-    notes = [*_unlike_devices(cluster, mesh), *_no_units(work, cluster), *_nothing_to_order(best)]
+    notes = [*_measured(work, best, cluster)] if cluster.calibration else []
+    notes += [*_unlike_devices(cluster, mesh), *_no_units(work, cluster), *_nothing_to_order(best)]
     if mesh.size > 1:
         notes += [*_fixed_batch(work), *_unknown_operations(work)]
     if mesh.tensor > 1:
         notes += [*_whole_parameters(work, best), *_whole_work(best)]
     if mesh.tensor > 1 and not divides_something(work.kinds, mesh.tensor):
         notes.append(f"tensor={mesh.tensor} divides no factor: its ranks all do the same work")
-    notes.append(_how_priced(cluster))
+    if cluster.calibration is None:
+        notes.append(ROOFLINE_NOTE if cluster.device.sm_count == 0 else SHAPE_NOTE)
     return tuple(dict.fromkeys(notes))
 
 
@@ -89,10 +95,17 @@ def _no_units(work: Workload, cluster: Cluster) -> list[str]:
     ]  # fmt: skip
 
 
-def _how_priced(cluster: Cluster) -> str:
-    if cluster.calibration is not None:
-        return MEASURED_NOTE
-    return ROOFLINE_NOTE if cluster.device.sm_count == 0 else SHAPE_NOTE
+def _measured(work: Workload, best: Evaluated, cluster: Cluster) -> Iterator[str]:
+    """What is measured and what is not, and whose seconds these are where ranks share cores."""
+    missing = unmeasured(work, best, cluster)
+    but = f", but for these, which have the catalogue's: {', '.join(missing)}" if missing else ""
+    yield MEASURED_NOTE + but
+    mesh = best.candidate.mesh
+    if cost_model(cluster, mesh).core_sharing > 1 and cluster.calibration:
+        yield (
+            f"{mesh.size} ranks share {cluster.calibration.cores} cores: compute and communication "
+            "are the mean of all ranks, all at once; the bubble is what cores have no work for"
+        )
 
 
 def _unknown_operations(work: Workload) -> list[str]:

@@ -79,7 +79,7 @@ class Bounds:
         total_s = max(total_s, sum(n * seconds for n, seconds in pairs))
         fewest_s = max(ceil(n / ranks) * seconds for n, seconds in pairs)  # and fewer sends, maybe
         state = self.least.state.total(candidate)
-        send_s = self.least.least_send_s(candidate)
+        send_s = self.least.moves.least_send_s(candidate)
         more_s = again_s + (candidate.stages - 1) * SENDS * send_s
         more_s += state.gather_s + state.scatter_s
         pace_s = max((total_s + more_s) / ranks, fewest_s, self._unlike_pace_s(candidate, calls))
@@ -146,7 +146,7 @@ class Bounds:
             return 0.0
         least, ranks = self.least, candidate.mesh.pipeline
         cost, state = self.least.cost_of(candidate.mesh), least.state.total(candidate)
-        sends_s = (candidate.stages - 1) * SENDS * least.least_send_s(candidate)
+        sends_s = (candidate.stages - 1) * SENDS * least.moves.least_send_s(candidate)
         more_s = least.again_s(candidate) + least.beside_s(candidate)
         more_s += self._problem.added_s(candidate, cost, state)
         exchange_s = 0.0 if self.cluster.calibration else least.state.exchange_s(candidate)

@@ -119,7 +119,6 @@ def _fit(plan: Plan) -> str:
 def _difference(found: Difference) -> str:
     """`+3.1 %: bubble +2.9, compute +0.2`, the largest part first."""
     parts = [(WORDS[part], seconds / found.step_s) for part, seconds in found.parts]
-    parts.append(("shared cores", found.rest_s / found.step_s))
     shown = sorted((p for p in parts if abs(p[1]) >= SHOWN), key=lambda p: -abs(p[1]))
     words = ", ".join(f"{word} {100 * share:+.1f}" for word, share in shown)
     total = found.share if abs(found.share) >= SHOWN else 0.0  # never "-0.0 %"

@@ -7,7 +7,6 @@ less than `planner.frontier` says, and what a device holds is cut evenly over th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,26 +14,23 @@ from itertools import pairwise
 from math import inf
 from typing import TypeAlias
 
-from ir.cluster import Cluster, Mesh
-from ir.layout import DATA
+from ir.cluster import Cluster
 from ir.lower import Lowered
 from ir.offload import offloads_activations, staying_inputs
 from ir.ops import op_def
 from ir.recompute import state_inputs
 from ir.schedules import Held
-from planner.cost import CostModel
 from planner.frontier import Frontier, frontier
 from planner.halves import least_pending_bytes
+from planner.least_moves import LeastMoves
 from planner.least_state import LeastState
 from planner.offload import Hosting
 from planner.phases import PHASES, Phase
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import (
-    COLLECTIVES,
     NodeTimes,
     Seconds,
-    moved_bytes,
 )
 from planner.rank_costs import CostOf
 from planner.recompute_program import KeptProgram
@@ -68,16 +64,22 @@ class LeastCosts:
     known_totals: dict[tuple[int, int], LeastTotals] = field(default_factory=dict)
     known_working: dict[int, list[float]] = field(default_factory=dict)
     known_kept: dict[tuple[int, int, bool], Kept] = field(default_factory=dict)
+    known_prices: dict[tuple[int, int, bool], list[tuple[float, float]]] = field(
+        default_factory=dict
+    )
+    known_shares: dict[tuple[str, int, int, int], float] = field(default_factory=dict)
     known_frontiers: dict[tuple[int, bool], tuple[Frontier, ...]] = field(default_factory=dict)
-    known_sends: dict[tuple[Mesh, int], float] = field(default_factory=dict)
-    known_crossings: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
-    known_moves: dict[tuple[int, int, int], Counter[tuple[str, int]]] = field(default_factory=dict)
     known_left: dict[tuple[str, int], int] = field(default_factory=dict)
 
     @cached_property
     def state(self) -> LeastState:
         """What state takes."""
         return LeastState(self.work, self.cost_of)
+
+    @cached_property
+    def moves(self) -> LeastMoves:
+        """What goes from stage to stage, and between data ranks."""
+        return LeastMoves(self.work, self.cost_of, self.pieces_of, self.lowered_of)
 
     def working_bytes(self, candidate: Candidate) -> list[float]:
         """Per variant what its largest node reads, makes and needs while it runs, if that is cut
@@ -129,7 +131,7 @@ class LeastCosts:
     def kept(self, candidate: Candidate) -> Kept:
         """Per variant its calls, and (seconds recomputed, bytes kept) on one device of the mesh."""
         tensor, hosts = candidate.mesh.tensor, offloads_activations(candidate.offload)
-        key = (tensor, candidate.rows, hosts)
+        key = _kept_key(candidate)
         if key not in self.known_kept:
             rows: Kept = []
             for number, curve in enumerate(self._frontiers(candidate.rows, hosts=hosts)):
@@ -146,22 +148,35 @@ class LeastCosts:
         kept, room = self.kept(candidate), self._room_bytes(candidate)
         if sum(n * corners[-1][1] for n, corners in kept) > room:
             return inf
-        prices = {
-            (tall[0] - flat[0]) / (flat[1] - tall[1])
-            for _, corners in kept for flat, tall in pairwise(corners)
-            if tall[0] > flat[0] and flat[1] > tall[1]
-        }  # fmt: skip
-        return max(
-            sum(n * min(s + price * size for s, size in corners) for n, corners in kept)
-            - price * room
-            for price in (0.0, *prices)
-        )
+        return max(least_s - price * room for price, least_s in self._at_prices(candidate))
+
+    def _at_prices(self, candidate: Candidate) -> Sequence[tuple[float, float]]:
+        """(price of a kept byte, least seconds and price of all blocks), at 0 and at every price
+        that makes a block keep less."""
+        key = _kept_key(candidate)
+        if key not in self.known_prices:
+            kept = self.kept(candidate)
+            prices = {
+                (tall[0] - flat[0]) / (flat[1] - tall[1])
+                for _, corners in kept for flat, tall in pairwise(corners)
+                if tall[0] > flat[0] and flat[1] > tall[1]
+            }  # fmt: skip
+            self.known_prices[key] = [
+                (price, sum(n * min(s + price * size for s, size in c) for n, c in kept))
+                for price in (0.0, *prices)
+            ]
+        return self.known_prices[key]
 
     def _room_bytes(self, candidate: Candidate) -> float:
         """What all ranks together can keep of one micro-batch: sum of room / in flight."""
         mesh = candidate.mesh
         room = self.cost_of(mesh).capacity_bytes - self.state.bytes_of(candidate)
-        return sum(room / max(1, self.flights(candidate, rank)) for rank in range(mesh.pipeline))
+        order = (candidate.schedule, mesh.pipeline, candidate.micro_batches,
+                 candidate.virtual_stages)  # fmt: skip
+        if order not in self.known_shares:
+            flights = (self.flights(candidate, rank) for rank in range(mesh.pipeline))
+            self.known_shares[order] = sum(1 / max(1, held) for held in flights)
+        return room * self.known_shares[order]
 
     def flights(self, candidate: Candidate, rank: int) -> int:
         """Of how many micro-batches a rank keeps what forward saved, at least: of several stages
@@ -184,43 +199,6 @@ class LeastCosts:
             len(kind.calls) * sum(block.node_s[n.outputs[0]] for n in kind.block.forward)
             for kind, block in zip(kinds, blocks, strict=True)
         )
-
-    def send_s(self, candidate: Candidate, cost: CostModel, stage: int) -> float:
-        """There and back, of a micro-batch, where the least crosses and is cut evenly."""
-        tensor = candidate.mesh.tensor
-        return min(
-            sum(cost.send_s(size // tensor, stage) for size in sizes)
-            for sizes in self._crossings(candidate.rows)
-        ) * (1 if cost.sends_meet else 2)
-
-    def least_send_s(self, candidate: Candidate) -> float:
-        """Of the two neighbouring stages that are joined best; 0 without a pipeline."""
-        key = (candidate.mesh, candidate.rows)
-        if key not in self.known_sends:
-            cost, stages = self.cost_of(candidate.mesh), candidate.mesh.pipeline - 1
-            each = (self.send_s(candidate, cost, stage) for stage in range(stages))
-            self.known_sends[key] = min(each, default=0.0)
-        return self.known_sends[key]
-
-    def _crossings(self, rows: int) -> set[tuple[int, ...]]:
-        """Bytes of the values with gradients that cross each place between two calls."""
-        if rows not in self.known_crossings:
-            found, calls = self.pieces_of(rows), self.work.graph.calls
-            made: dict[str, tuple[int, int]] = {}
-            last: dict[str, int] = {}
-            for index, call in enumerate(calls):
-                last.update(dict.fromkeys(call.arguments, index))
-                number = self.work.variant_of[index]
-                block, types = self.work.kinds[number].block, found.lowered[number].types
-                for value, name in zip(call.results, block.outputs, strict=True):
-                    if any(name == output for output, _ in block.tangents):
-                        made[value] = (index, types[name].bytes(1))
-            self.known_crossings[rows] = {
-                tuple(sorted(size for value, (first, size) in made.items()
-                             if first < place <= last.get(value, -1)))
-                for place in range(1, len(calls))
-            }  # fmt: skip
-        return self.known_crossings[rows]
 
     def weighted_s(
         self, candidate: Candidate, weights: Mapping[Phase, float], exchange_s: float, *,
@@ -251,21 +229,10 @@ class LeastCosts:
             self.known_totals[key] = LeastTotals(self.shardings_of(candidate))
         return self.known_totals[key]
 
-    def data_s(self, candidate: Candidate) -> float:
-        """Of collectives on the data axis inside all blocks, per micro-batch; what they move is cut
-        evenly over the tensor axis."""
-        if not self._has_gathers or candidate.mesh.data == 1:
-            return 0.0
-        cost, tensor = self.cost_of(candidate.mesh), candidate.mesh.tensor
-        return sum(
-            times * cost.collective_s(kind, size // tensor, DATA)
-            for (kind, size), times in self._data_moves(candidate).items()
-        )
-
     def beside_s(self, candidate: Candidate) -> float:
         """What a micro-batch takes through all blocks beside their nodes' least seconds."""
         if candidate.mesh.tensor > 1:
-            return self.data_s(candidate)
+            return self.moves.data_s(candidate)
         found = self.menus_of(candidate)
         whole_s = sum(
             len(kind.calls) * min(p.forward.total_s + p.backward.total_s for p in menu)
@@ -289,22 +256,6 @@ class LeastCosts:
             parts = found.lowered[number], found.storages[number], self._always(found, number)
             self.known_left[key] = least_pending_bytes(*parts)
         return self.known_left[key]
-
-    @cached_property
-    def _has_gathers(self) -> bool:
-        return any(kind.spread.gathers(kind.block) for kind in self.work.kinds)
-
-    def _data_moves(self, candidate: Candidate) -> Counter[tuple[str, int]]:
-        """(kind, bytes) of those collectives; several micro-batches share what is done early."""
-        key = (candidate.rows, candidate.mesh.data, min(candidate.micro_batches, 2))
-        if key not in self.known_moves:
-            found: Counter[tuple[str, int]] = Counter()
-            for kind, lowered in zip(self.work.kinds, self.lowered_of(*key), strict=True):
-                for node in (*lowered.forward, *lowered.backward):
-                    if node.op in COLLECTIVES and node.args[1] == DATA:
-                        found[node.op, moved_bytes(node, lowered.types)] += len(kind.calls)
-            self.known_moves[key] = found
-        return self.known_moves[key]
 
     def blocks(self, candidate: Candidate) -> list[BlockBound]:
         """Per variant a call with every node by its fastest strategy."""
@@ -378,3 +329,7 @@ class LeastCosts:
         times = found.times[number]
         names |= self.work.early[number]
         return replace(times, of=times.of | dict.fromkeys(names, Seconds()))
+
+
+def _kept_key(candidate: Candidate) -> tuple[int, int, bool]:
+    return candidate.mesh.tensor, candidate.rows, offloads_activations(candidate.offload)

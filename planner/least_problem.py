@@ -44,7 +44,7 @@ class LeastProblem:
             self._runs(candidate, once, exact=not unlike), mesh.pipeline,
             candidate.micro_batches, candidate.schedule, capacity_bytes,
             tuple(
-                candidate.virtual_stages * self.least.send_s(candidate, cost, stage)
+                candidate.virtual_stages * self.least.moves.send_s(candidate, cost, stage)
                 for stage in range(mesh.pipeline - 1)
             ),
             held=tuple(self._held(candidate, rank) for rank in range(mesh.pipeline)),

@@ -8,7 +8,7 @@ A kernel's curve is the time of the whole call, so the host's time to launch it 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ir.calibration import Calibration, Collective, Timings
@@ -45,12 +45,14 @@ SCALAR_BYTES, ROW_BYTES = DTYPE_BYTES["float32"], DTYPE_BYTES["float64"]
 
 @dataclass(frozen=True)
 class MeasuredCost:
-    """`catalogue` prices what the calibration does not hold."""
+    """`catalogue` prices what the calibration does not hold; its name is added to `missing`, where
+    that is given and it costs anything."""
 
     cluster: Cluster
     mesh: Mesh
     catalogue: CostModel
     calibration: Calibration
+    missing: set[str] | None = field(default=None, compare=False)
 
     @property
     def capacity_bytes(self) -> int:
@@ -90,7 +92,15 @@ class MeasuredCost:
     def compute_s(self, work: Work) -> float:
         """The measured call of that kind and size."""
         found = self._kernel_s(work)
-        return self.catalogue.compute_s(work) if found is None else found
+        if found is not None:
+            return found
+        return self._unmeasured(_kernel_name(work), self.catalogue.compute_s(work))
+
+    def _unmeasured(self, name: str, seconds: float) -> float:
+        """The catalogue's seconds, which are noted."""
+        if self.missing is not None and seconds:
+            self.missing.add(name)
+        return seconds
 
     def _kernel_s(self, work: Work) -> float | None:
         match work.kind:
@@ -114,7 +124,9 @@ class MeasuredCost:
     def group_s(self, moved_bytes: float) -> float:
         """As one elementwise kernel."""
         found = self._timings.kernel_s("elementwise", moved_bytes)
-        return self.catalogue.group_s(moved_bytes) if found is None else found
+        if found is not None:
+            return found
+        return self._unmeasured("elementwise", self.catalogue.group_s(moved_bytes))
 
     def inner_bytes(self, work: Work) -> tuple[float, float]:
         """The catalogue's."""
@@ -141,7 +153,8 @@ class MeasuredCost:
         groups = self.catalogue.groups(axis)
         found = self._collective(op, groups)
         if found is None or groups.members == 1:
-            return self.catalogue.collective_s(op, size_bytes, axis)
+            catalogue_s = self.catalogue.collective_s(op, size_bytes, axis)
+            return self._unmeasured(f"{op} of {groups.members} ranks", catalogue_s)
         points = tuple(zip(found.curve.sizes, found.curve.seconds, strict=True))
         measured = Measured(op, found.members, found.members_near, points)
         return measured_s((measured,), groups, op, size_bytes)
@@ -171,7 +184,9 @@ class MeasuredCost:
 
     def _send_s(self, size_bytes: float, stage: int) -> float:
         found = self._collective("send", neighbours(self.cluster, self.mesh, stage))
-        return found.curve.at(size_bytes) if found else self.catalogue.send_s(size_bytes, stage)
+        if found:
+            return found.curve.at(size_bytes)
+        return self._unmeasured("send", self.catalogue.send_s(size_bytes, stage))
 
     def announce_s(self, scalars: int) -> float:
         """A sum over the data axis of each, and a row of all gathered over the pipeline, as
@@ -182,7 +197,22 @@ class MeasuredCost:
 
     def optimizer_s(self, parameter_bytes: float, state_bytes: float) -> float:
         """The measured update of one parameter, with clearing and storing its gradient."""
-        found = self._timings.kernel_s("adamw" if state_bytes else "sgd", parameter_bytes)
-        if found is None:
-            return self.catalogue.optimizer_s(parameter_bytes, state_bytes)
-        return found
+        name = "adamw" if state_bytes else "sgd"
+        found = self._timings.kernel_s(name, parameter_bytes)
+        if found is not None:
+            return found
+        return self._unmeasured(name, self.catalogue.optimizer_s(parameter_bytes, state_bytes))
+
+
+def _kernel_name(work: Work) -> str:
+    """For a person; as a calibration calls it, where that has curves of the kind."""
+    match work.kind:
+        case "memory":
+            return KERNEL_OF.get(work.op, "elementwise")
+        case "attention" if work.backward:
+            return "attention_backward"
+        case "matmul":
+            return f"products in {work.dtype}"
+        case "conv":
+            return f"convolutions in {work.dtype}"
+    return work.kind

@@ -6,9 +6,10 @@ call and micro-batch; what is communicated between nodes is not in them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 from ir.batch import Spread
 from ir.graph import Node, TensorType
@@ -22,6 +23,8 @@ from planner.ports import divides
 from planner.price import CROSS_ENTROPY_REDUCTIONS
 from planner.work import Work, compute_dtype, work_of
 
+_Place: TypeAlias = tuple[str, Placement, Placement]  # a value, how data and tensor axes cut it
+
 
 @dataclass(frozen=True)
 class NodePrices:
@@ -34,6 +37,7 @@ class NodePrices:
     known: dict[str, list[tuple[Strategy, float]]] = field(default_factory=dict)
     types: dict[tuple[str, Placement, Placement], TensorType] = field(default_factory=dict)
     sizes: dict[tuple[str, Placement, Placement], int] = field(default_factory=dict)
+    alike: dict[tuple[str, str, tuple[int, ...]], float] = field(default_factory=dict)
 
     def options(self, node: Node) -> list[tuple[Strategy, float]]:
         """Every strategy with its seconds."""
@@ -72,10 +76,14 @@ class NodePrices:
 
     def bytes_of(self, name: str, layout: Layout) -> int:
         """Of a value in a layout, on one device."""
-        key = (name, layout.data, layout.tensor)
-        if key not in self.sizes:
-            self.sizes[key] = self._local(*key).bytes(1)
-        return self.sizes[key]
+        return self._size(name, layout.data, layout.tensor)
+
+    def _size(self, name: str, data: Placement, tensor: Placement) -> int:
+        key = (name, data, tensor)
+        found = self.sizes.get(key)
+        if found is None:
+            found = self.sizes[key] = self._local(name, data, tensor).bytes(1)
+        return found
 
     def copy_s(self, node: Node, place: Placement) -> float:
         """Of a view that copies its operand in a layout; nothing where a dim may be left with one
@@ -95,14 +103,32 @@ class NodePrices:
 
     def _seconds(self, node: Node, batch: Strategy, option: Strategy) -> float:
         made = [name for name in node.outputs if name in self.variant.block.types]
-        operands = list(map(self._local, node.operands, batch.operands, option.operands))
-        results = list(map(self._local, made, batch.results, option.results))
-        seconds = self.cost.compute_s(work_of(node, operands, results))
+        seconds = self._compute_s(node, made, batch, option)
         if option.communicates:
-            rows = self._local(made[0], batch.results[0], REPLICATE).bytes(1)
+            rows = self._size(made[0], batch.results[0], REPLICATE)
             reduced_s = self.cost.collective_s("all_reduce", rows, "tensor")
             seconds += CROSS_ENTROPY_REDUCTIONS * reduced_s
         return seconds
+
+    def _compute_s(
+        self, node: Node, made: Sequence[str], batch: Strategy, option: Strategy
+    ) -> float:
+        """What moves memory takes the same for as many bytes of everything, in any layout."""
+        operands = list(zip(node.operands, batch.operands, option.operands, strict=True))
+        results = list(zip(made, batch.results, option.results, strict=False))
+        if op_def(node.op).kind != "memory":
+            return self._work_s(node, operands, results)
+        sizes = tuple(self._size(*place) for place in (*operands, *results))
+        types = self.variant.block.types
+        key = node.op, " ".join(types[name].dtype for name in (*node.operands, *made)), sizes
+        found = self.alike.get(key)
+        if found is None:
+            found = self.alike[key] = self._work_s(node, operands, results)
+        return found
+
+    def _work_s(self, node: Node, operands: Sequence[_Place], results: Sequence[_Place]) -> float:
+        read, written = ([self._local(*p) for p in places] for places in (operands, results))
+        return self.cost.compute_s(work_of(node, read, written))
 
     def _local(self, name: str, data: Placement, tensor: Placement) -> TensorType:
         key = (name, data, tensor)

@@ -92,7 +92,8 @@ class Pipeline:
     """A step. `tails` per rank; `ports`: (the sender's, the taker's) by (rank, rank).
 
     `senders_wait`: a transfer keeps first its sender and then its taker busy, as between processes
-    of one machine; else only the taker.
+    of one machine; else only the taker. `speed`: in the mean of the step, how many times as fast as
+    in `stages` and `transfers` ranks are that share cores (`planner.schedule.mean_speed`).
     """
 
     order: tuple[tuple[Action, ...], ...]
@@ -101,6 +102,7 @@ class Pipeline:
     tails: tuple[Tail, ...] = ()
     ports: Mapping[tuple[int, int], Ports] = field(default_factory=dict)
     senders_wait: bool = False
+    speed: float = 1.0
 
     def rank_of(self, stage: int) -> int:
         return stage % len(self.order)
@@ -120,12 +122,12 @@ class Pipeline:
         for action in self.order[rank]:
             takes, makes = self._moved(action)
             for message, seconds in takes:
-                yield self._take(action, message, seconds)
+                yield self._take(action, message, seconds / self.speed)
             sends = [pair for pair in makes if self.senders_wait and self._peer(pair[0]) >= 0]
             done = tuple(pair[0] for pair in makes if pair not in sends)
-            yield Event("compute", self._own_s(action), action, makes=done)
+            yield Event("compute", self._own_s(action) / self.speed, action, makes=done)
             for message, seconds in sends:
-                yield self._send(action, message, seconds)
+                yield self._send(action, message, seconds / self.speed)
 
     def _moved(
         self, action: Action

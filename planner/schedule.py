@@ -19,11 +19,13 @@ import numpy as np
 from ir.schedules import SCHEDULES, Held, held_over_time, schedule_order, splits_backward
 
 __all__ = [
-    "SCHEDULES", "StageTime", "bubble_s", "held_batches", "held_pieces", "in_flight", "moments",
-    "pipeline_step_s", "settled_batches", "shared_step_s", "slowest_s",
+    "SCHEDULES", "Shape", "StageTime", "bubble_s", "held_batches", "held_pieces", "in_flight",
+    "mean_speed", "moments", "pipeline_step_s", "settled_batches", "shared_step_s", "slowest_s",
 ]  # fmt: skip
 
 StageTime = tuple[float, float]  # seconds of one micro-batch's forward and backward on a stage
+Shape = tuple[int, str, int, Sequence[float], float]
+"""Of a step: micro-batches, schedule, virtual stages, `weight_s`, `core_sharing`."""
 
 SETTLED = 4
 """After so many rounds of P micro-batches a rank has held as much as it ever will."""
@@ -149,6 +151,17 @@ def shared_step_s(
     return max(step_s / core_sharing, micro_batches * mean_s)
 
 
+def mean_speed(
+    times: Sequence[StageTime], micro_batches: int, schedule: str, virtual_stages: int = 1,
+    weight_s: Sequence[float] = (), core_sharing: float = 1.0,
+) -> float:  # fmt: skip
+    """How many times as fast as when all compute ranks are, in the mean of a step: from 1, where
+    none ever waits, to `core_sharing`, where the cores never have work for all."""
+    shape = micro_batches, schedule, virtual_stages, weight_s
+    shared_s = shared_step_s(times, *shape, core_sharing)
+    return pipeline_step_s(times, *shape) / shared_s if shared_s else 1.0
+
+
 def fill_rounds(ranks: int, micro_batches: int) -> float:
     """The part of a zero-bubble fill that has weights' halves to run."""
     return (min(micro_batches, ranks) - 1) / max(1, ranks - 1)
@@ -163,9 +176,12 @@ def fill_s(times: StageTime, weight_s: float, rounds: float) -> float:
 
 def bubble_s(
     times: Sequence[StageTime], micro_batches: int, schedule: str, virtual_stages: int = 1,
-    weight_s: Sequence[float] = (),
+    weight_s: Sequence[float] = (), core_sharing: float = 1.0,
 ) -> float:  # fmt: skip
-    """Seconds in which the busiest rank waits."""
-    busy_s = micro_batches * max(forward + backward for forward, backward in times)
-    step_s = pipeline_step_s(times, micro_batches, schedule, virtual_stages, weight_s)
-    return step_s - busy_s
+    """Seconds in which the busiest rank waits; where ranks share cores, in which these do."""
+    shape = micro_batches, schedule, virtual_stages, weight_s
+    seconds = [forward + backward for forward, backward in times]
+    if core_sharing == 1.0:
+        return pipeline_step_s(times, *shape) - micro_batches * max(seconds)
+    busy_s = micro_batches * (sum(seconds) / len(seconds))
+    return shared_step_s(times, *shape, core_sharing) - busy_s

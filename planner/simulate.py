@@ -32,11 +32,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """All spans by rank, stream and start; `pipeline_s` ends with the last backward."""
+    """All spans by rank, stream and start; `pipeline_s` ends with the last backward. `speed`: the
+    pipeline's, of ranks that share cores."""
 
     spans: tuple[Span, ...]
     pipeline_s: float
     makespan_s: float
+    speed: float = 1.0
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """What a rank computes, in order of time."""
@@ -50,7 +52,8 @@ def simulate(pipeline: Pipeline) -> Timeline:
     pipeline_s = max(run.clock)
     spans = [*run.spans, *_tails(pipeline, pipeline_s)]
     makespan_s = max([pipeline_s, *(span.end_s for span in spans)])
-    return Timeline(tuple(sorted(spans, key=lambda s: s[:4])), pipeline_s, makespan_s)
+    ordered = tuple(sorted(spans, key=lambda s: s[:4]))
+    return Timeline(ordered, pipeline_s, makespan_s, pipeline.speed)
 
 
 def _tails(pipeline: Pipeline, start_s: float) -> Iterator[Span]:

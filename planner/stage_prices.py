@@ -27,7 +27,7 @@ from planner.rank_costs import Kind, kind_of, rank_costs
 from planner.ranks import by_rank
 from planner.recompute import MenuPoint
 from planner.repriced import repriced
-from planner.schedule import StageTime, bubble_s, shared_step_s
+from planner.schedule import Shape, StageTime, bubble_s, mean_speed, shared_step_s
 from planner.sends import crossing_s
 from planner.stage_bytes import point_of
 from planner.workload import Workload
@@ -158,29 +158,45 @@ class StagePrices:
 
     def _timed(self, program: Spmd, bound_s: float) -> tuple[Prediction, list[StageTime]]:
         """The prediction without what ranks hold, and their seconds."""
-        candidate, virtual = self.candidate, self._virtual
+        pairs, moves = self._rank_seconds(program)
+        times, sharing = [(f.total_s, b.total_s) for f, b in pairs], self.cost.core_sharing
+        shape = self._shape(program)
+        sync_s, update_s = max(self._tails(program, moves, [b for _, b in times]), key=sum)
+        total = self._worked(pairs).times(self.candidate.micro_batches)
+        step_s = shared_step_s(times, *shape) + sync_s + update_s
+        prediction = Prediction(
+            step_s, total.compute_s, total.communication_s + sync_s, bubble_s(times, *shape),
+            update_s, min(bound_s / sharing, step_s), int(self.cost.capacity_bytes), (),
+        )  # fmt: skip
+        return prediction, times
+
+    def _shape(self, program: Spmd) -> Shape:
+        """Of the pipeline, beside the seconds of its ranks: all that the step depends on."""
+        candidate = self.candidate
+        return (
+            candidate.micro_batches, candidate.schedule, self._virtual, self._weights_s(program),
+            self.cost.core_sharing,
+        )  # fmt: skip
+
+    def _worked(self, pairs: Sequence[tuple[Seconds, Seconds]]) -> Seconds:
+        """A micro-batch's seconds that are no bubble: of the busiest rank. Of all ranks in the
+        mean where they share cores, which compute for one while another waits."""
+        ranks = [forward + backward for forward, backward in pairs]
+        if self.cost.core_sharing == 1.0:
+            return max(ranks, key=lambda rank: rank.total_s)
+        return sum(ranks, Seconds()).times(1 / len(ranks))
+
+    def _rank_seconds(
+        self, program: Spmd
+    ) -> tuple[list[tuple[Seconds, Seconds]], list[Exchange]]:
+        """Forward and backward of a micro-batch per rank, with what the data axis adds to it."""
         pairs = self._stage_seconds(program)
         moves = [self._exchange(program, s, f, b) for s, (f, b) in enumerate(pairs)]
         pairs = [
             (f + Seconds(0.0, move.forward_s), b + Seconds(0.0, move.backward_s))
             for (f, b), move in zip(pairs, moves, strict=True)
         ]
-        pairs = by_rank(pairs, candidate.mesh.pipeline)
-        times = [(f.total_s, b.total_s) for f, b in pairs]
-        weights_s = self._weights_s(program)
-        sync_s, update_s = max(self._tails(program, moves, [b for _, b in times]), key=sum)
-        count, schedule = candidate.micro_batches, candidate.schedule
-        busy = max(pairs, key=lambda pair: pair[0].total_s + pair[1].total_s)
-        total = (busy[0] + busy[1]).times(count)
-        sharing = self.cost.core_sharing
-        pipeline_s = shared_step_s(times, count, schedule, virtual, weights_s, sharing)
-        step_s = pipeline_s + sync_s + update_s
-        prediction = Prediction(
-            step_s, total.compute_s, total.communication_s + sync_s,
-            bubble_s(times, count, schedule, virtual, weights_s), update_s,
-            min(bound_s / sharing, step_s), int(self.cost.capacity_bytes), (),
-        )  # fmt: skip
-        return prediction, times
+        return by_rank(pairs, self.candidate.mesh.pipeline), moves
 
     def _stage_seconds(self, program: Spmd) -> list[tuple[Seconds, Seconds]]:
         """Forward and backward of a micro-batch, with the actual sends: on both their sides, or
@@ -289,8 +305,13 @@ class StagePrices:
         return Pipeline(
             order, tuple(StageSeconds(*(part.total_s for part in parts)) for parts in own),
             tuple(transfers), tuple(Tail(*tail) for tail in tails),
-            ports, not self.cost.sends_meet,
+            ports, not self.cost.sends_meet, self._mean_speed(program),
         )  # fmt: skip
+
+    def _mean_speed(self, program: Spmd) -> float:
+        """Of ranks that share cores, in a step, over that of all computing at once."""
+        pairs, _ = self._rank_seconds(program)
+        return mean_speed([(f.total_s, b.total_s) for f, b in pairs], *self._shape(program))
 
     def _rank_state(self, program: Spmd, rank: int) -> list[str]:
         """What several stages of a rank hold is there once."""

@@ -146,8 +146,9 @@ class Supply:
         other.known_alone = self.known_alone
         other.least = replace(
             other.least, known_frontiers=self.least.known_frontiers,
-            known_crossings=self.least.known_crossings, known_left=self.least.known_left,
+            known_left=self.least.known_left,
         )  # fmt: skip
+        other.least.moves.known_crossings = self.least.moves.known_crossings
         return other
 
     def reordered(self, cluster: Cluster) -> Supply:
@@ -157,8 +158,10 @@ class Supply:
         other.known_shardings, other.known_pieces = self.known_shardings, self.known_pieces
         other.least = replace(
             other.least, known_blocks=self.least.known_blocks, known_kept=self.least.known_kept,
-            known_totals=self.least.known_totals, known_moves=self.least.known_moves,
+            known_totals=self.least.known_totals,
         )  # fmt: skip
+        other.least.moves.known_crossings = self.least.moves.known_crossings
+        other.least.moves.known_moves = self.least.moves.known_moves
         return other
 
     @cached_property

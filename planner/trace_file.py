@@ -38,6 +38,7 @@ def trace_events(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "model": plan.model, "plan": plan.hash, "mesh": str(plan.mesh), "schedule": plan.schedule,
         "virtual_stages": plan.virtual_stages, "micro_batches": plan.micro_batches, "ranks": ranks,
         "simulated_step_s": timeline.makespan_s, "predicted_step_s": plan.prediction.step_s,
+        "speed_on_shared_cores": timeline.speed,
     }  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from runtime.errors import Refused, RuntimeFailure
-from runtime.rounding import moved_by_rounding, scale_of, untrained
+from runtime.rounding import MARGIN, moved_by_rounding, scale_of, untrained
 from runtime.trainer import Trainer, run_threads
 
 TOLERANCE = 1e-9
@@ -280,7 +280,7 @@ def compare(
     states = [run.optimizer_state for run in nudged]
     by_state = moved_by_rounding(states, wanted.optimizer_state)
     free = untrained(wanted.gradients, wanted.tensors, wanted.losses[0])
-    grad, worst_grad = _worst(found.gradients, wanted.gradients, by_gradient)
+    grad, worst_grad = _worst(found.gradients, wanted.gradients, by_gradient, free)
     param, worst_param = max(
         _worst(found.tensors, wanted.tensors, by_tensor, free, update),
         _worst(found.optimizer_state, wanted.optimizer_state, by_state, free),
@@ -295,21 +295,49 @@ OWN_PRECISION_EPS = 64
 of its coarsest floating dtype: sums in another order, not another function."""
 
 
-def own_precision_error(found: Run, wanted: Run, model: nn.Module) -> float:
+def own_precision_error(
+    found: Run, wanted: Run, model: nn.Module, nudged: Sequence[Run] = ()
+) -> float:
     """The larger relative difference of first loss and gradient vector, in allowed units.
 
-    1 is `OWN_PRECISION_EPS` machine epsilons; more means another function.
+    1 is `OWN_PRECISION_EPS` machine epsilons; more means another function. `nudged`: plain runs
+    of copies that differ in a last bit (`runtime.rounding`). What these move by half of itself or
+    more is rounding alone, zero in truth, and 1 is then `MARGIN` times that move.
     """
     floating = [t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     eps = max((torch.finfo(dtype).eps for dtype in floating), default=2**-23)
-    loss = abs(found.losses[0] - wanted.losses[0]) / max(abs(wanted.losses[0]), 1e-300)
-    far = size = 0.0
-    for name, gradient in wanted.gradients.items():
-        other = found.gradients.get(name, torch.zeros_like(gradient))
-        far += float((other.double() - gradient.double()).square().sum())
-        size += float(gradient.double().square().sum())
-    grad = (far / size) ** 0.5 if size else far**0.5
-    return max(loss, grad) / (OWN_PRECISION_EPS * eps)
+    allowed = OWN_PRECISION_EPS * eps
+    loss = abs(wanted.losses[0])
+    far = [abs(run.losses[0] - wanted.losses[0]) for run in (found, *nudged)]
+    loss_error = _own_error(far, loss or 1e-300, allowed)
+    size = _length(wanted.gradients.values())
+    far = [_distance(run.gradients, wanted.gradients) for run in (found, *nudged)]
+    return max(loss_error, _own_error(far, size or 1.0, allowed))
+
+
+def _own_error(far: Sequence[float], size: float, allowed: float) -> float:
+    """Of the first of `far`; the others are how far rounding moves a value of that size. Where the
+    model itself gives no number there is nothing to compare."""
+    if not _finite(size):
+        return 0.0
+    if not _finite(far[0]):
+        return float("inf")
+    moved = max((other for other in far[1:] if _finite(other)), default=0.0)
+    if 2 * moved >= size:
+        return far[0] / (MARGIN * moved)
+    return far[0] / (size * allowed)
+
+
+def _length(tensors: Iterable[Tensor]) -> float:
+    return sum(float(t.double().square().sum()) for t in tensors) ** 0.5
+
+
+def _distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Of two gradient vectors; one that is not there is zero."""
+    return _length(
+        found[name].double() - tensor.double() if name in found else tensor
+        for name, tensor in wanted.items()
+    )
 
 
 def _finite(value: float) -> bool:

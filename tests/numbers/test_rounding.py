@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from checking import check
-from runtime.compare import Training, compare, run_plain, widened, widened_batch
+from runtime.compare import (
+    Training,
+    compare,
+    own_precision_error,
+    run_plain,
+    widened,
+    widened_batch,
+)
 from runtime.models import Loaded
 from runtime.rounding import MOST_WIDER, NUDGES, nudged, scale_of
 
@@ -71,6 +78,84 @@ def test_gradients_that_are_all_zero_in_truth_are_no_mismatch():
     for pin in ({"data": 2}, {"tensor": 2}):
         (found,) = check(loaded, 2, pin=pin)
         assert found["status"] == "ok", found
+
+
+class Shifted(nn.Module):
+    """All that is trained is a shift, which the norm takes out again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(16, 32), nn.LayerNorm(32, elementwise_affine=False)
+        self.layer.requires_grad_(False)
+        self.shift = nn.Parameter(torch.full((1,), 0.1))
+
+    def forward(self, x):
+        return self.norm(self.layer(x) + self.shift).pow(3).mean()
+
+
+def shifted(seed=0):
+    torch.manual_seed(seed)
+    return Shifted(), (torch.randn(8, 16),)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_model_whose_only_gradient_is_zero_in_truth_is_no_defect(seed):
+    """Neither at its own precision nor in float64."""
+    model, batch = shifted(seed)
+    (found,) = check(Loaded(model, batch, {}, None, "shifted"), 2, pin={"data": 2})
+    assert found["status"] == "ok", found
+
+
+def own_runs(model, batch):
+    """At the model's own precision, of it and of copies that differ in a last bit."""
+    models = [model, *(nudged(model, n) for n in range(NUDGES))]
+    first, *others = (
+        run_plain(m, batch, {}, identity, Training(1), promote=False) for m in models
+    )
+    return first, others
+
+
+def test_at_its_own_precision_noise_is_measured_by_what_a_last_bit_moves():
+    model, batch = shifted()
+    first, others = own_runs(model, batch)
+    (noise,) = first.gradients.values()
+    assert 0 < float(noise.abs()) < 1e-5
+
+    def error(gradient, copies):
+        found = replace(first, gradients={"shift": torch.full((1,), gradient)})
+        return own_precision_error(found, first, model, copies)
+
+    moved = max(float((run.gradients["shift"] - noise).abs()) for run in others)
+    assert error(-float(noise), ()) > 1 and error(-float(noise), others) < 1
+    assert error(float(noise) + 40 * moved, others) > 1
+    assert error(1e-3, others) > 100
+
+
+@pytest.mark.parametrize("change", ["one tensor", "all", "none of it"])
+def test_at_its_own_precision_a_real_gradient_is_not_compared_with_noise(change):
+    """With and without the copies the same error, to the last bit."""
+    model, batch = case()
+    first, others = own_runs(model, batch)
+    off = {
+        "one tensor": first.gradients | {"out.weight": first.gradients["out.weight"] * 1.001},
+        "all": {name: gradient * 1.001 for name, gradient in first.gradients.items()},
+        "none of it": {},
+    }[change]
+    found = replace(first, gradients=off)
+    assert own_precision_error(first, first, model, others) == 0
+    assert own_precision_error(found, first, model, others) > 1
+    assert own_precision_error(found, first, model, others) == own_precision_error(
+        found, first, model
+    )
+
+
+def test_at_its_own_precision_a_gradient_that_is_no_number_is_a_difference():
+    """But not from a model whose own is none."""
+    model, batch = shifted()
+    first, _ = own_runs(model, batch)
+    nan = replace(first, gradients={"shift": torch.full((1,), float("nan"))})
+    assert own_precision_error(nan, first, model) == float("inf")
+    assert own_precision_error(nan, nan, model) == own_precision_error(first, nan, model) == 0
 
 
 class Balanced(nn.Module):

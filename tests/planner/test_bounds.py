@@ -1,5 +1,6 @@
 """No plan beats its candidate's lower bounds, and what they say can't fit does not."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 
@@ -17,11 +18,17 @@ from planner import plan
 from planner.calibrated import cost_model
 from planner.candidate import Workload, evaluate
 from planner.frontier import frontier
+from planner.least_problem import LeastProblem
 from planner.pieces import best_menu, pieces, whole
 from planner.pins import Candidate, read_pins
 from planner.places import PlacedBounds
+from planner.rank_bound import least_pace_s
 from planner.recompute_program import KeptProgram
+from planner.schedule import moments
 from planner.search import LEVELS, Search
+from planner.stage_cuts import relaxed_seconds
+from planner.stage_problem import Point, Run, StageProblem
+from planner.stages import plan_stages
 
 MODELS = {
     "chain": lambda: chain(depth=5, width=64, hidden=256, seq=64),
@@ -135,3 +142,61 @@ def test_the_curve_lies_below_every_choice() -> None:
             for line in curve.lines:
                 assert again_s + line.price * point.held_bytes >= line.value * (1 - 1e-6) - 1e-12
 
+
+
+def test_what_a_kernel_needs_while_it_runs_keeps_a_candidate_out() -> None:
+    """The loss reads logits of 8 MiB and has two more tensors like them at its peak: 20 MiB are
+    too few for it, although no value of the model is larger than the logits."""
+    graph = chain(depth=1, width=4, hidden=4, words=4096, seq=64)
+    one = Candidate(Mesh(), 1, "1f1b", 8)
+    for usable_bytes, fits in ((20 * 2**20, False), (36 * 2**20, True)):
+        cluster = with_usable(Cluster.parse("1x1xH100-SXM"), usable_bytes)
+        assert search(graph, cluster, 8).attempts.bounds.may_fit(one) == fits
+        if fits:
+            assert plan(graph, cluster, global_batch=8, pin={"micro_batches": 1})
+        else:
+            with pytest.raises(Refused, match="no plan"):
+                plan(graph, cluster, global_batch=8, pin={"micro_batches": 1})
+
+
+def test_blocks_of_the_least_problem_need_what_their_kernels_do() -> None:
+    """Beside what a block keeps: of the three tensors like the logits those that are no value, and
+    the logits as well where they are not kept."""
+    graph = chain(depth=1, width=4, hidden=4, words=4096, seq=64)
+    supply = search(graph, Cluster.parse("1x1xH100-SXM"), 8).attempts.supply
+    head = LeastProblem(supply.least).of(Candidate(Mesh(), 1, "1f1b", 8)).runs[-1]
+    logits_bytes = 8 * 2**20
+    for point in head.points:
+        kept = min(point.saved_bytes, logits_bytes)
+        assert point.transient_bytes >= 3 * logits_bytes - kept - 2**16
+
+
+def two_stages(working_bytes: float) -> StageProblem:
+    """Four blocks; rank 0 holds two micro-batches of its own, which fill 40 of 44 bytes if kept."""
+    points = (
+        Point(1.0, 1.0, 10.0, 0.0, working_bytes, "kept"),
+        Point(1.0, 3.0, 1.0, 0.0, working_bytes, "again"),
+    )
+    return StageProblem((Run("block", 4, points),), 2, 4, "1f1b", (44.0, 44.0))
+
+
+def pace_by_cuts(problem: StageProblem) -> float:
+    """Of the slower rank, with two blocks each."""
+    seconds = relaxed_seconds(problem)
+    return float(max(seconds[0, 0, 2], seconds[1, 2, 4]))
+
+
+def pace_by_shares(problem: StageProblem) -> float:
+    """Of the slower rank, in any share."""
+    return least_pace_s(problem, [moments("1f1b", rank, 2, 4) for rank in range(2)])
+
+
+@pytest.mark.parametrize("pace_s", [pace_by_cuts, pace_by_shares])
+def test_room_that_a_running_block_needs_is_not_for_keeping(
+    pace_s: Callable[[StageProblem], float],
+) -> None:
+    """With 8 bytes of it some block is run again, in the bound as in the plan."""
+    assert pace_s(two_stages(0.0)) == 4.0
+    assert plan_stages(two_stages(0.0)).step_s == 4 * 4.0 + 4.0
+    assert 4.1 < pace_s(two_stages(8.0)) <= plan_stages(two_stages(8.0)).step_s / 4
+    assert pace_s(two_stages(43.0)) == inf

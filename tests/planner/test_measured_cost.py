@@ -131,5 +131,24 @@ def test_every_op_names_a_kernel_that_is_measured() -> None:
 
 def test_a_plan_is_made_and_says_how_it_was_priced() -> None:
     found = plan(chain(), MACHINE, global_batch=8)
-    assert any("measurements of this machine" in note for note in found.approximations)
+    assert found.approximations[0].startswith("seconds are interpolated in measurements of this")
     assert found.prediction.step_s > 0
+
+
+def missing(kernels: tuple[str, ...], pin: dict[str, int]) -> list[str]:
+    """What the note of a plan names, on the machine with other kernels."""
+    curves = tuple(Kernel(name, CURVE) for name in kernels)
+    known = replace(MEASURED, timings=(replace(TIMINGS, kernels=curves),))
+    found = plan(chain(), replace(MACHINE, calibration=known), global_batch=8, pin=pin)
+    _, _, names = found.approximations[0].partition("the catalogue's: ")
+    return names.split(", ") if names else []
+
+
+def test_a_plan_names_what_it_takes_from_the_catalogue() -> None:
+    """Only what this plan uses: other ops, and collectives of its own groups."""
+    all_but = tuple(name for name in KERNELS if name not in ("gelu", "adamw", "tanh"))
+    square = {"pipeline": 2, "data": 2, "tensor": 1, "zero": 0}
+    assert missing(KERNELS, square) == ["all_gather of 2 ranks"]
+    assert missing(all_but, square) == ["adamw", "all_gather of 2 ranks", "gelu"]
+    assert missing(KERNELS, {"pipeline": 1, "data": 4, "zero": 0}) == ["all_reduce of 4 ranks"]
+    assert missing(KERNELS, {"pipeline": 4}) == ["all_gather of 4 ranks"]

@@ -3,7 +3,9 @@
 import pytest
 
 from ir.errors import UsageError
+from planner.explain import PARTS, explain_json
 from planner.predict import Predictor, layers_per_stage
+from planner.predict_table import record
 from planner.rows import read_configuration
 from planner.stacks import STACKS, traits_of
 from prediction import RowGraphs
@@ -33,6 +35,18 @@ def test_parts_are_there_and_the_step_is_reproducible(predicted):
     found = predicted()
     assert found.step_s > found.compute_s > 0 and found.peak_GiB > 1 and found.fits
     assert predicted() == found or predicted().step_s == found.step_s
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"tp": 2, "dp": 4}, {"zero_stage": 3}, {"pp": 2, "dp": 4},
+    {"pp": 4, "dp": 2, "virtual_stages": 2, "global_batch": 16}, {"pp": 4, "tp": 2, "dp": 1},
+], ids=str)  # fmt: skip
+def test_the_columns_of_a_row_add_up_to_its_step(predicted, changes):
+    cells = record("x", predicted(**changes))
+    parts = sum(float(cells[name]) for name in PARTS)
+    assert parts == pytest.approx(float(cells["step_s"]), rel=1e-5)  # of six digits each
+    told = explain_json(predicted(**changes))
+    assert sum(told["parts"].values()) == pytest.approx(told["step_s"], rel=1e-9)
 
 
 def test_recomputation_costs_time_and_saves_memory(predicted):

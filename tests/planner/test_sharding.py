@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ir.batch import flow
 from ir.cluster import Cluster, Mesh
 from ir.graph import Graph, Node, references
-from ir.layout import Placement, Shard
+from ir.layout import REPLICATE, Placement, Shard
 from ir.lower import Degrees, Lowered, Sharding, lower
 from ir.ops import op_def
 from ir.reshard import possible
@@ -25,6 +25,7 @@ from planner.node_prices import NodePrices
 from planner.ports import divides, options
 from planner.sharding import ShardingResult, Shardings, shard
 from planner.sharding_program import ShardingProgram
+from planner.work import Work
 
 COST = Roofline(Cluster.local(2), Mesh(1, 1, 2))
 DEGREES = Degrees(8, 1, 2, 1)
@@ -273,3 +274,34 @@ def test_a_view_that_copies_costs_its_bytes() -> None:
         for copied in ((), views)
     )
     assert dear > free
+
+
+class Flat(Roofline):
+    """Every kernel takes as long, however it is cut, and nothing is slow to move."""
+
+    def compute_s(self, work: Work) -> float:
+        return 0.0 if work.kind in ("view", "collective") else 1.0
+
+    def collective_s(self, op: str, size_bytes: float, axis: str) -> float:
+        return 0.0
+
+    def optimizer_s(self, parameter_bytes: float, state_bytes: float) -> float:
+        return 0.0
+
+
+def test_of_equal_shardings_the_one_that_may_keep_less_is_taken() -> None:
+    """All shardings of the chain take as long. Nothing that it makes lies whole then: it is cut, or
+    a partial sum, which is not kept."""
+    graph = chain(depth=2, width=16, hidden=32, words=24, seq=8)
+    kinds = variants(graph, flow(graph))
+    taken = shard(graph, kinds, DEGREES, Flat(Cluster.local(2), Mesh(1, 1, 2)))
+    kernels = sum(
+        len(kind.calls) * (op_def(node.op).kind != "view")
+        for kind in kinds for node in kind.block.nodes
+    )  # fmt: skip
+    assert taken.seconds == pytest.approx(kernels)
+    made = [
+        place for sharding in taken.shardings for option in sharding.chosen.values()
+        for place in option.results
+    ]  # fmt: skip
+    assert made.count(REPLICATE) == 0 and len(made) > 20

@@ -335,13 +335,6 @@ def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
     return torch.cat([x.unsqueeze(dim) for x in tensors], dim)
 
 
-@lifts(aten.cat.default)
-def cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    """One-dimensional tensors without elements count for nothing, whatever the others' dims."""
-    full = [x for x in tensors if x.dim() != 1 or x.shape[0] != 0]
-    return torch.cat(full or tensors, dim)
-
-
 @lifts(aten.one_hot.default)
 def one_hot(x: Tensor, classes: int = -1) -> Tensor:
     if classes < 0:

@@ -19,6 +19,7 @@ from ir.cluster import Cluster
 from ir.deepen import deepen, layer_run
 from ir.errors import UsageError
 from ir.graph import Graph
+from ir.interrupts import held_interrupts
 from ir.resize import resize
 from ir.trace import trace
 from ir.whole_file import check_writable, whole_file
@@ -119,9 +120,12 @@ def predict_rows(rows: Sequence[Row], cluster: Cluster | None = None) -> list[di
     before = context.active_children()
     with ProcessPoolExecutor(len(parts), mp_context=context) as pool:
         try:
-            found = [*pool.map(
-                _predict_part, [[rows[i] for i in part] for part in parts], [cluster] * len(parts)
-            )]  # fmt: skip
+            with held_interrupts():  # which starts them
+                told = pool.map(
+                    _predict_part, [[rows[i] for i in part] for part in parts],
+                    [cluster] * len(parts),
+                )  # fmt: skip
+            found = [*told]
         except BaseException:  # leaving the pool waits for what is running
             for child in set(context.active_children()) - set(before):
                 child.terminate()

@@ -16,15 +16,11 @@ import json
 import logging
 import os
 import select
-import signal
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
 import torch
@@ -49,6 +45,7 @@ from ir.cluster import Cluster
 from ir.collector import paused_collector
 from ir.errors import UsageError
 from ir.graph import Graph
+from ir.interrupts import INTERRUPTED, orderly_end
 from ir.plan import Plan
 from ir.topology import CPU
 from ir.trace import trace
@@ -68,7 +65,7 @@ __all__ = [
     "load_plan", "plan", "plan_graph", "predict", "trace",
 ]  # fmt: skip
 
-OK, USAGE, REFUSED, DIFFERENT, INTERRUPTED, TERMINATED = 0, 2, 3, 4, 130, 143
+OK, USAGE, REFUSED, DIFFERENT = 0, 2, 3, 4
 load_plan = Plan.load
 
 
@@ -134,14 +131,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # a refusal says what torch would log
     try:
-        with _orderly_termination():
+        with orderly_end():
             code = options.run(options)
             sys.stdout.flush()
         return int(code)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except _Terminated:
-        return TERMINATED
+    except KeyboardInterrupt as end:
+        return getattr(end, "exit_code", INTERRUPTED)
     except BrokenPipeError:
         if not _has_lost_reader(sys.stdout):
             raise
@@ -166,27 +161,6 @@ def _has_lost_reader(stream: TextIO) -> bool:
         return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
     except (OSError, ValueError):  # a stream without a file, or closed
         return False
-
-
-class _Terminated(BaseException):
-    """SIGTERM: unwinds as Ctrl-C does, so that nothing half-written stays."""
-
-
-@contextmanager
-def _orderly_termination() -> Iterator[None]:
-    """SIGTERM raises `_Terminated` meanwhile; only the main thread may see to that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _report(options: argparse.Namespace, error: Exception | str, code: int) -> int:

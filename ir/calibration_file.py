@@ -5,6 +5,7 @@ and missing ones are refused with those that there are. `calibration_values` is 
 """
 
 from collections.abc import Iterable, Mapping
+from math import inf, isfinite
 from typing import Any
 
 from ir.calibration import COLLECTIVES, KERNELS, Calibration
@@ -17,6 +18,9 @@ _KERNEL_KEYS = {"name", "head_dim", "bytes", "us"}
 _PRODUCT_KEYS = {"dtype", "batch", "sizes", "us"}
 _COLLECTIVE_KEYS = {"op", "processes", "members", "members_near", "bytes", "us"}
 _OPTIONAL = {"head_dim"}
+_COUNTS = {"processes", "threads", "head_dim", "batch", "members", "members_near"}
+_SERIES = {"bytes", "sizes", "us"}
+_NAMES = {"name", "op", "dtype"}
 
 
 def read_calibration(values: Mapping[str, Any], where: str) -> Calibration | None:
@@ -33,6 +37,8 @@ def read_calibration(values: Mapping[str, Any], where: str) -> Calibration | Non
             f"{where}: format {values['format']!r} can't be read; this version reads {FORMAT}. "
             "Run shardwright calibrate again."
         )
+    if not _is_number(values.get("cores", 0), least=0, is_whole=True):
+        raise UsageError(f"{where}: cores must be a whole number, not {values['cores']!r}.")
     entries = {key: values.get(key, []) for key in ("timings", "collectives")}
     _check_entries(entries["timings"], _TIMING_KEYS, f"{where}: timings")
     for number, timings in enumerate(entries["timings"], 1):
@@ -73,6 +79,36 @@ def _check_entries(entries: Any, keys: set[str], where: str) -> None:
             raise UsageError(f"{where} {number}: unknown key {unknown[0]!r}. Known: {known}.")
         if missing := sorted(keys - _OPTIONAL - entry.keys()):
             raise UsageError(f"{where} {number}: the key {missing[0]!r} is missing.")
+        for key, value in entry.items():
+            _check_value(key, value, f"{where} {number}")
+
+
+def _check_value(key: str, value: Any, where: str) -> None:
+    """What is measured is positive and finite; a slip of the hand names its place."""
+    if key in _COUNTS and not _is_number(value, least=1, is_whole=True):
+        raise UsageError(f"{where}: {key} must be a whole number from 1, not {_shown(value)}.")
+    if key in _NAMES and not isinstance(value, str):
+        raise UsageError(f"{where}: {key} must be a name, not {_shown(value)}.")
+    if key not in _SERIES:
+        return
+    if not isinstance(value, list):
+        raise UsageError(f"{where}: {key} must be a list of numbers, not {_shown(value)}.")
+    for place, number in enumerate(value, 1):
+        if not (_is_number(number) and number > 0):
+            raise UsageError(
+                f"{where}: number {place} of {key} must be positive and finite, not "
+                f"{_shown(number)}. Correct it, or run shardwright calibrate again."
+            )
+
+
+def _is_number(value: Any, least: float = -inf, *, is_whole: bool = False) -> bool:
+    kinds = (int,) if is_whole else (int, float)
+    is_one = isinstance(value, kinds) and not isinstance(value, bool)
+    return is_one and isfinite(value) and value >= least
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:40]
 
 
 def _check_names(names: Iterable[Any], known: tuple[str, ...], where: str) -> None:

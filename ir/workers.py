@@ -25,6 +25,8 @@ from multiprocessing.process import BaseProcess, current_process
 from time import monotonic
 from typing import Any, TypeAlias, TypeVar, cast
 
+from ir.interrupts import held_interrupts
+
 MOST = 4
 """Processes that are used where no number is given."""
 
@@ -89,16 +91,21 @@ class Workers:
         """Makes the copies, where that can be done and nothing is being answered."""
         if self._copies or self._mine or self.processes == 1 or not can_fork():
             return
-        context, self._owners = get_context("fork"), {}
-        for _ in range(1, self.processes):
-            mine, other = (_Pipe(end, self.shared) for end in context.Pipe())
-            unused = [mine, *(copy.pipe for copy in self._copies)]
-            copy = context.Process(target=_answer, args=(self.serve, other, unused), daemon=True)
-            with warnings.catch_warnings():  # of threads that are not Python's: they hold no lock
-                warnings.simplefilter("ignore", DeprecationWarning)
-                copy.start()
-            other.close()
-            self._copies.append(_Copy(copy, mine))
+        self._owners = {}
+        with held_interrupts():  # none is to be made that `close` does not know of
+            for _ in range(1, self.processes):
+                self._copies.append(self._copy())
+
+    def _copy(self) -> _Copy:
+        context = get_context("fork")
+        mine, other = (_Pipe(end, self.shared) for end in context.Pipe())
+        unused = [mine, *(copy.pipe for copy in self._copies)]
+        copy = context.Process(target=_answer, args=(self.serve, other, unused), daemon=True)
+        with warnings.catch_warnings():  # of threads that are not Python's: they hold no lock
+            warnings.simplefilter("ignore", DeprecationWarning)
+            copy.start()
+        other.close()
+        return _Copy(copy, mine)
 
     def close(self) -> None:
         """Ends the copies."""
@@ -248,7 +255,7 @@ def _told(serve: Callable[[Any], Any], request: Any, until_s: float) -> Any:
 def _answer(serve: Callable[[Any], Any], pipe: _Pipe, unused: list[_Pipe]) -> None:
     """A copy: answers until the other process closes the pipe, or is gone, or an answer can't be
     sent: then the other one answers itself."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the other one's matter
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who made it ends it so
     for other in unused:
         other.close()
     try:

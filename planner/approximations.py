@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from ir.cluster import GIB, Cluster, Mesh
-from ir.graph import Block
+from ir.graph import Block, Node
 from ir.layout import Replicate
 from ir.mixed import least_of
 from ir.ops import op_def
@@ -158,5 +158,18 @@ def _whole_work(best: Evaluated) -> list[str]:
             if is_heavy and not sharding.chosen[node].divides:
                 module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", node.source.module or kind.block.name)
                 op = node.op.removesuffix(".default")
-                notes.append(f"{op} in {module!r} is done in full by every rank of the tensor axis")
+                why = _indivisible(kind.block, node, best.candidate.mesh.tensor)
+                notes.append(
+                    f"{op} in {module!r} is done in full by every rank of the tensor axis{why}"
+                )
     return notes
+
+
+def _indivisible(block: Block, node: Node, degree: int) -> str:
+    """The sizes of an operation of which none can be cut; nothing if some can, and was not."""
+    kinds = [block.types[name] for name in (*node.inputs, *node.outputs) if name in block.types]
+    sizes = dict.fromkeys(n for kind in kinds for n in kind.shape if isinstance(n, int) and n > 1)
+    if any(size % degree == 0 for size in sizes):
+        return ""
+    shown = ", ".join(map(str, sizes))
+    return f": {degree} divides none of its sizes {shown}. Pin a tensor degree that does"

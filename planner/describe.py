@@ -7,7 +7,7 @@ plan. Names come from the user's model, so they are escaped; they are text and n
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ir.cluster import Cluster
 from ir.graph import Node, render
@@ -20,6 +20,7 @@ from ir.quantities import duration, size
 from ir.reshard import FREE
 from ir.seats import seated, seats_of
 from ir.stage_devices import are_unlike, places_text
+from ir.variants import Variant
 from planner.candidate import Evaluated
 from planner.price import COLLECTIVES, NodeTimes, Seconds
 from planner.recompute import MenuPoint
@@ -35,6 +36,8 @@ _OFFLOADED = {
     "all": "optimizer state and saved values",
 }  # fmt: skip
 MOST_NOTES = 8
+SLACK = 0.001
+"""Relative: what a rank must be faster than another to be said to wait for it."""
 
 
 def describe(plan: Plan, best: Evaluated) -> str:
@@ -148,7 +151,8 @@ def _span(placed: Placed, best: Evaluated) -> str:
 
 
 def _block(plan: Plan, best: Evaluated, variant: int) -> Iterator[str]:
-    """The header, then the main lines of forward and the collectives of backward."""
+    """The header, the main lines of forward and the collectives of backward, the rest summed up:
+    forward's lines add up to its seconds."""
     program = best.program
     kind, lowered = program.kinds[variant], program.lowered[variant]
     times = best.pieces.times[variant]
@@ -158,15 +162,20 @@ def _block(plan: Plan, best: Evaluated, variant: int) -> Iterator[str]:
     head = f"{common_path(paths)}  ×{len(paths)}"
     yield f"{head:<48}  fwd {duration(used[0].forward.total_s)}"
     for point in used:
-        yield f"  [{point.label}]  {_keeping(point, lowered, times)}"
+        why = _waiting(plan, kind, point) if point.label != "none" else ""
+        yield f"  [{point.label}]  {_keeping(point, lowered, times)}{why}"
     early = [_row(n, lowered, times.early, plan) for n in lowered.prologue if _is_main(n)]
     forward = [_row(n, lowered, times.of, plan) for n in lowered.forward if _is_main(n)]
     backward = [_row(n, lowered, times.of, plan) for n in lowered.backward if _moves(n)]
     yield from (["  once per step"] if early else [])
     yield from _table(early)
+    if rest := _summary([n for n in lowered.prologue if not _is_main(n)], times.early):
+        yield f"  and {rest}, once per step"
     yield from _table(forward)
+    if rest := _summary([n for n in lowered.forward if not _is_main(n)], times.of):
+        yield f"  and {rest}"
     if lowered.backward:
-        yield f"  backward: {_summary(lowered, times)}"
+        yield f"  backward: {_summary(lowered.backward, times.of)}"
     yield from _table(backward)
 
 
@@ -188,6 +197,22 @@ def _keeping(point: MenuPoint, lowered: Lowered, times: NodeTimes) -> str:
     return f"{text}  and {there}"
 
 
+def _waiting(plan: Plan, kind: Variant, point: MenuPoint) -> str:
+    """Why values may be made again although there is room: all stages that do so are faster than
+    another one, so that costs only while the pipeline fills, and takes fewer bytes."""
+    ranks, costs = plan.mesh.pipeline, plan.prediction.stages
+    busy_s = [cost.forward_s + cost.backward_s for cost in costs]
+    slowest = max(range(ranks), key=lambda rank: busy_s[rank])
+    users = {
+        stage % ranks for stage, placed in enumerate(plan.stages)
+        for one in placed if one.keep == point.label and one.first in kind.calls
+    }  # fmt: skip
+    if not users or max(busy_s[rank] for rank in users) > busy_s[slowest] * (1 - SLACK):
+        return ""
+    where = ", ".join(map(str, sorted(users)))
+    return f"; {_place(plan)} {where} would else wait for {_place(plan)} {slowest}"
+
+
 def _moves(node: Node) -> bool:
     return node.op in COLLECTIVES and node.op not in FREE
 
@@ -196,19 +221,29 @@ def _is_main(node: Node) -> bool:
     return _moves(node) or node.op in MAIN or op_def(node.op).kind == "matmul"
 
 
-def _summary(lowered: Lowered, times: NodeTimes) -> str:
-    """Seconds of backward by operation, the longest first."""
+def _summary(nodes: Iterable[Node], seconds: dict[str, Seconds]) -> str:
+    """Seconds by operation, the longest first; without collectives, and views that copy nothing."""
     by_op: dict[str, tuple[int, Seconds]] = {}
-    for node in lowered.backward:
-        if node.op in COLLECTIVES:
+    for node in nodes:
+        found = seconds[node.outputs[0]]
+        if node.op in COLLECTIVES or not found.total_s:
             continue
-        kind = op_def(node.op).kind
-        word = "elementwise" if kind == "memory" and node.op not in MAIN else node.op
-        if kind != "view":
-            count, seconds = by_op.get(word, (0, Seconds()))
-            by_op[word] = (count + 1, seconds + times.of[node.outputs[0]])
+        word = _word(node)
+        count, before = by_op.get(word, (0, Seconds()))
+        by_op[word] = (count + 1, before + found)
     ordered = sorted(by_op.items(), key=lambda item: (-item[1][1].total_s, item[0]))
-    return ", ".join(f"{n} {op} {duration(seconds.total_s)}" for op, (n, seconds) in ordered)
+    return ", ".join(f"{n} {op} {duration(sums.total_s)}" for op, (n, sums) in ordered)
+
+
+def _word(node: Node) -> str:
+    """What an operation is counted as."""
+    match op_def(node.op).kind:
+        case "view":
+            return "copying view"
+        case "memory" if node.op not in MAIN:
+            return "elementwise"
+        case _:
+            return node.op
 
 
 def _row(

@@ -7,12 +7,13 @@ each block with their local shapes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from ir.cluster import GIB
 from ir.graph import Node
 from ir.lower import Lowered
+from planner.pins import Candidate
 from planner.predict import Predicted
 from planner.price import NodeTimes
 
@@ -30,7 +31,7 @@ def explain(found: Predicted) -> str:
 
 def explain_json(found: Predicted) -> dict[str, Any]:
     """The same as plain JSON values: times in seconds, sizes in bytes."""
-    candidate, pieces = found.evaluated.candidate, found.evaluated.pieces
+    candidate, pieces = _candidate(found), found.evaluated.pieces
     blocks = [
         {
             "block": kind.block.name, "calls": len(kind.calls),
@@ -43,7 +44,9 @@ def explain_json(found: Predicted) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "candidate": {**asdict(candidate.mesh), "micro_batches": candidate.micro_batches,
-                      "rows": candidate.rows, "recompute": found.recompute},
+                      "rows": candidate.rows, "recompute": found.recompute,
+                      "virtual_stages": candidate.virtual_stages},
+        "decided": [asdict(one) for one in found.decided],
         "parts": {name: getattr(found, name) for name in PARTS}, "step_s": found.step_s,
         "usd_per_step": found.usd_per_step,
         "stages": [asdict(stage) for stage in found.evaluated.prediction.stages],
@@ -51,10 +54,22 @@ def explain_json(found: Predicted) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _candidate(found: Predicted) -> Candidate:
+    """With the virtual stages, which a prediction prices as a trait of the stack."""
+    candidate, virtual = found.evaluated.candidate, found.traits.virtual_stages
+    if virtual == 1:
+        return candidate
+    return replace(candidate, schedule="interleaved", virtual_stages=virtual)
+
+
 def _parts(found: Predicted) -> Iterator[str]:
     """The step by what it is spent on; all of the busiest stage."""
-    candidate = found.evaluated.candidate
+    candidate = _candidate(found)
     yield f"{candidate}, {candidate.rows} rows each, recompute {found.recompute}"
+    for one in found.decided:
+        tried = ", ".join(map(str, one.tried))
+        best = "the fastest that fits" if found.fits else "the smallest, since none fits,"
+        yield f"  left open: {one.column}={one.value}, {best} of {tried}"
     step = found.step_s
     for name in PARTS:
         seconds = getattr(found, name)

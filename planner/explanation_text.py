@@ -17,7 +17,7 @@ from planner.alternatives import Alternative, Difference, Moved, compare, decisi
 from planner.describe import escaped
 from planner.relaxations import Relaxation
 from planner.remedies import Remedy
-from planner.shortage import Part, Shortage
+from planner.shortage import Part, Shortage, whole_batch_text
 from planner.trials import Outcome, Refusal
 
 if TYPE_CHECKING:  # an explanation prints itself by this module
@@ -221,6 +221,8 @@ def _shortage(shortage: Shortage) -> Iterator[str]:
     yield f"  at its peak: {_parts(shortage.parts)}"
     over_bytes = sum(part.size_bytes for part in shortage.violated)
     yield f"  already too much: {_parts(shortage.violated)} = {size(over_bytes)}"
+    if shortage.whole_batch:
+        yield f"  {whole_batch_text(shortage)}"
     yield "  the largest there:"
     yield from (f"    {size(part.size_bytes):>10}  {part.name}" for part in shortage.largest)
     if shortage.least_devices > shortage.devices:

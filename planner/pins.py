@@ -125,6 +125,8 @@ def nearest(number: int, asked: int) -> str:
 def parse_pins(text: str, *, micro_batches: int | None = None) -> dict[str, int | str]:
     """`tensor=2,schedule=gpipe` as pins, with a number of micro-batches given beside them."""
     pin: dict[str, int | str] = {}
+    if text and not text.replace(",", "").strip():
+        raise UsageError(f"--pin {text!r} names no decision. Write KEY=VALUE, such as tensor=2.")
     for part in text.split(","):
         key, equals, value = (word.strip() for word in part.partition("="))
         if not part.strip():

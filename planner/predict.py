@@ -8,7 +8,6 @@ What the configuration leaves open is decided for it: the fastest that fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from typing import Any
@@ -44,10 +43,19 @@ MICRO_BATCHES_SHARDED_FOR = 4
 """Parameters' reshards once per step count a quarter: more would change no sharding."""
 
 @dataclass(frozen=True)
+class Decided:
+    """What a configuration leaves open: its column, the value taken and those tried."""
+
+    column: str
+    value: int | str
+    tried: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
 class Predicted:
     """Seconds of a step and its parts, and the fullest device. `traits`: with open ones decided.
 
-    `usd_per_step`: 0 where the cluster's price is not known.
+    `usd_per_step`: 0 where the cluster's price is not known. `decided`: what had several values.
     """
 
     step_s: float
@@ -61,6 +69,7 @@ class Predicted:
     traits: Traits
     evaluated: Evaluated
     usd_per_step: float = 0.0
+    decided: tuple[Decided, ...] = ()
 
 
 @dataclass
@@ -77,11 +86,17 @@ class Predictor:
 
         Raises `UsageError` where the model can't have this configuration.
         """
+        tried = _open(graph, wanted)
         best: Predicted | None = None
-        for option in _decided(graph, wanted):
-            found = self._priced(graph, option)
+        for values in product(*tried.values()):
+            option = dict(zip(tried, values, strict=True))
+            found = self._priced(graph, replace(wanted, **option))
             if best is None or _order(found) < _order(best):
-                best = found
+                decided = (
+                    Decided(column, option[column], several)
+                    for column, several in tried.items() if len(several) > 1
+                )  # fmt: skip
+                best = replace(found, decided=tuple(decided))
         assert best is not None
         return best
 
@@ -150,19 +165,17 @@ class Predictor:
         return self.shardings[key]
 
 
-def _decided(graph: Graph, wanted: Configuration) -> Iterator[Configuration]:
-    """The configuration with every value of what it leaves open."""
-    stages = [wanted.virtual_stages]
+def _open(graph: Graph, wanted: Configuration) -> dict[str, tuple[Any, ...]]:
+    """The values of what the configuration leaves open, by its column."""
+    found: dict[str, tuple[Any, ...]] = {}
     if wanted.virtual_stages is None:
         per_rank, rest = divmod(len(layer_run(graph)), wanted.mesh.pipeline)
-        stages = [*divisors(per_rank)] if per_rank and not rest else [1]
-    tried = OPEN_RECOMPUTE[OPEN_RECOMPUTE.index(wanted.least_recompute) :]
-    recompute = [wanted.recompute] if wanted.recompute else tried
-    zero = [wanted.zero_stage] if wanted.zero_stage is not None else list(OPEN_ZERO)
-    if wanted.mesh.data == 1 and wanted.zero_stage is None:
-        zero = [0]
-    for v, again, stage in product(stages, recompute, zero):
-        yield replace(wanted, virtual_stages=v, recompute=again, zero_stage=stage)
+        found["virtual_stages"] = (*divisors(per_rank),) if per_rank and not rest else (1,)
+    if not wanted.recompute:
+        found["recompute"] = OPEN_RECOMPUTE[OPEN_RECOMPUTE.index(wanted.least_recompute) :]
+    if wanted.zero_stage is None:
+        found["zero_stage"] = OPEN_ZERO if wanted.mesh.data > 1 else (0,)
+    return found
 
 
 def _order(found: Predicted) -> tuple[bool, float]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 
+from ir.batch import needs_whole_batch
 from ir.errors import Refused
 from ir.predicted import StageCost
 from ir.quantities import size
@@ -43,7 +44,8 @@ class Shortage:
 
     `parts`: all that is there at the peak, state first. `largest`: blocks and tensors, the largest
     first; a tensor is also in its block. `state_bytes`: parameters, gradients and optimizer state
-    of the whole model, once; `devices`: how many the cluster has.
+    of the whole model, once; `devices`: how many the cluster has. `whole_batch`: why a step is one
+    micro-batch of all rows, if it is.
     """
 
     candidate: Candidate
@@ -53,6 +55,7 @@ class Shortage:
     largest: tuple[Part, ...]
     state_bytes: int
     devices: int
+    whole_batch: str = ""
 
     @property
     def need_bytes(self) -> int:
@@ -95,7 +98,13 @@ def does_not_fit(
     return DoesNotFit(Shortage(
         candidate, rank, least.prediction.capacity_bytes, peak_parts(stages[rank]),
         tuple(part for part in named[:MOST_NAMED] if part.size_bytes), int(state_bytes), devices,
+        escaped(needs_whole_batch(work.graph, work.flow) or work.graph.fixed_batch),
     ))  # fmt: skip
+
+
+def whole_batch_text(shortage: Shortage) -> str:
+    """Why fewer rows at once were not tried."""
+    return f"Fewer rows at once can't be had, since {shortage.whole_batch}"
 
 
 def short_text(shortage: Shortage) -> str:
@@ -110,6 +119,8 @@ def short_text(shortage: Shortage) -> str:
         f"too much: {words}. Largest part: {_largest(shortage)}. The least was tried: "
         f"{candidate.mesh}, {candidate.rows} rows per micro-batch{zero}."
     )
+    if shortage.whole_batch:
+        text += f" {whole_batch_text(shortage)}."
     if shortage.least_devices > shortage.devices:
         state = f"The state alone ({size(shortage.state_bytes)})"
         text += f" {state} needs at least {shortage.least_devices} devices."

@@ -153,10 +153,11 @@ def run_plain(
     try:
         found = _train_plain(model, args, kwargs, loss_of, training, promote)
     except Exception as error:
+        said = str(error).strip().splitlines()
+        kind = " in float64, which numbers are compared in" if promote else ""
         raise Refused(
-            f"plain torch can't train this model: {type(error).__name__}: "
-            f"{str(error).strip().splitlines()[0] if str(error).strip() else ''} "
-            "There is nothing to compare with."
+            f"plain torch can't train this model{kind}: {type(error).__name__}: "
+            f"{said[0].rstrip('.') if said else ''}. There is nothing to compare with."
         ) from error
     for step, loss in enumerate(found.losses, 1):
         if not math.isfinite(loss):

@@ -5,7 +5,11 @@ entry script turns such an error into that text and code, without a traceback.
 """
 
 import sys
+import time
 from collections.abc import Callable
+
+PATIENCE_S = 3.0
+"""For who started the ranks to see that one is gone; torchrun looks ten times per second."""
 
 
 class RuntimeFailure(Exception):
@@ -40,6 +44,10 @@ class Aborted(RuntimeFailure):
     exit_code = 1
 
 
+class PeerLost(Aborted):
+    """The connection to another rank broke: that one ended, or did not answer in time."""
+
+
 class RankFailed(RuntimeFailure):
     """A local process died; carries the first one's rank and how it ended.
 
@@ -55,9 +63,20 @@ class RankFailed(RuntimeFailure):
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Runs `main`; an error that the user can mend is printed and ends the process by its code."""
+    """Runs `main`; an error that the user can mend is printed and ends the process by its code.
+
+    A rank that only lost another one says so late: who started them knows which one died and of
+    what, ends this one and tells that alone.
+    """
     try:
         main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(130)
+    except PeerLost as lost:
+        time.sleep(PATIENCE_S)
+        print(f"error: {lost}", file=sys.stderr, flush=True)
+        sys.exit(lost.exit_code)
     except RuntimeFailure as failure:
         print(f"error: {getattr(failure, 'unseen', failure)}", file=sys.stderr, flush=True)
         sys.exit(failure.exit_code)

@@ -83,19 +83,22 @@ class _Processes:
 
     def start(self, command: Sequence[str], rank: int, env: Mapping[str, str]) -> None:
         """Starts a rank in a session of its own, so that its children can be ended with it."""
-        process = subprocess.Popen(
-            list(command),
-            env=dict(env),
-            stdout=None if rank == 0 else subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        assert process.stderr is not None  # it is a pipe
-        self._running[rank] = process
-        self._last_lines[rank] = deque(maxlen=LAST_LINES)
-        self._pumps[rank] = _start_thread(self._pump, rank, process.stderr)
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:  # no Ctrl-C before the process is known to `__exit__`
+            process = self._running[rank] = subprocess.Popen(
+                list(command),
+                env=dict(env),
+                stdout=None if rank == 0 else subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            self._last_lines[rank] = deque(maxlen=LAST_LINES)
+            assert process.stderr is not None  # it is a pipe
+            self._pumps[rank] = _start_thread(self._pump, rank, process.stderr)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
         _start_thread(self._watch, rank, process)
 
     def wait(self) -> None:
@@ -105,10 +108,9 @@ class _Processes:
             if code == 0:
                 continue
             self._pumps[rank].join(GRACE_S)
-            words = "".join(self._last_lines[rank]).rstrip() or "(it printed no error)"
-            end = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            head = f"rank {rank} {end}, and the other ranks were stopped."
-            whole = f"{head} Its last output:\n{words}"
+            words = "".join(self._last_lines[rank]).rstrip()
+            head = f"rank {rank} {_how(code)}, and the other ranks were stopped."
+            whole = f"{head} Its last output:\n{words}" if words else f"{head} {_unsaid(code)}"
             raise RankFailed(
                 whole,
                 rank=rank,
@@ -180,6 +182,21 @@ def _environment(rank: int, nproc: int, port: int, added: Mapping[str, str]) -> 
 
 def _planned_ranks(folder: Path | str) -> int:
     return load_layout(Path(folder) / "layout.json").mesh.world_size
+
+
+def _how(code: int) -> str:
+    """How a process with this return code, as of `subprocess`, came to its end."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {number.value: f" ({number.name})" for number in signal.Signals}
+    return f"was killed by signal {-code}{names.get(-code, '')}"
+
+
+def _unsaid(code: int) -> str:
+    """What is known of a process that printed no error."""
+    if code == -signal.SIGKILL:
+        return "It printed no error: someone killed it, or the system for want of memory (dmesg)."
+    return "It printed no error."
 
 
 def _free_port() -> int:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
+from keyword import iskeyword
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -106,6 +107,8 @@ def _load_file(
     with _folder_on_path(path):
         module = _import_file(path)
         build = getattr(module, function, None)
+        if not callable(build) and (not function.isidentifier() or iskeyword(function)):
+            raise UsageError(f"{function!r} can't be a function's name: write {path}:build.")
         if not callable(build):
             raise UsageError(
                 f"{path} has no function {function!r}. A model file defines `def {function}():` "
@@ -241,6 +244,10 @@ def _check_built(built: object, where: str) -> tuple[nn.Module, tuple[Any, ...],
 
 
 def _load_hugging_face(name: str, seq: int | None, batch: int | None, device: str) -> Loaded:
+    if not name.strip():
+        raise UsageError(
+            f"hf: names no model: write hf:PATH/config.json, or one of hf:{', hf:'.join(NAMED)}."
+        )
     transformers = _transformers()
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if path.suffix == ".json":

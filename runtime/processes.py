@@ -7,13 +7,14 @@ shares a group one after the other: on one group, two ranks that send to each ot
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from runtime.errors import UsageError
+from runtime.errors import PeerLost, UsageError
 from runtime.host_memory import keep_freed_memory
 from runtime.transport import Reduction
 
@@ -67,6 +68,25 @@ def _choose_device(wanted: str | None) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+@contextmanager
+def _telling_lost_peers() -> Iterator[None]:
+    """Raises `PeerLost` where the connection to another rank broke; also a decorator.
+
+    Gloo's errors have no type of their own: its text begins with the file that found it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if not isinstance(error, dist.DistError) and "gloo/" not in said:
+            raise
+        reason = said.rpartition("] ")[2] if "gloo/" in said else said
+        raise PeerLost(
+            f"rank {dist.get_rank()} lost its connection to another rank, which ended or did not "
+            f"answer in time: its error says why. {reason.split('. ')[0].strip()}."
+        ) from error
+
+
 class ProcessTransport:
     """This process's connection to the others; the default process group must exist. `timeout_s`:
     how long any of its groups waits for a rank."""
@@ -87,6 +107,7 @@ class ProcessTransport:
         peer = target if self.rank == source else source
         return ProcessChannel(self._new_group((source, target)), peer, self.device)
 
+    @_telling_lost_peers()
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """A new group of these ranks; only they call this, after as many groups on each of them:
         torch names it by its ranks and that number."""
@@ -105,6 +126,7 @@ class ProcessGroup:
         self.size = size
         self._group = group
 
+    @_telling_lost_peers()
     def all_reduce(self, x: torch.Tensor, op: Reduction) -> torch.Tensor:
         if x.dtype == torch.bool:  # a sum of booleans is "or"
             wide = self.all_reduce(x.to(torch.uint8), "min" if op == "min" else "max")
@@ -117,12 +139,14 @@ class ProcessGroup:
         dist.all_reduce(result, OPS[op], group=self._group)
         return result
 
+    @_telling_lost_peers()
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         mine = as_bytes(x)
         everyone = mine.new_empty(self.size * mine.numel())
         ALL_GATHER(everyone, mine, group=self._group)
         return everyone.view(x.dtype).reshape(self.size, *x.shape)
 
+    @_telling_lost_peers()
     def reduce_scatter(self, pieces: torch.Tensor) -> torch.Tensor:
         if pieces.dtype == torch.bool:  # a sum of booleans is "or"
             return self.reduce_scatter(pieces.to(torch.int32)).to(torch.bool)
@@ -133,12 +157,14 @@ class ProcessGroup:
         REDUCE_SCATTER(result.view(-1), row.view(-1), group=self._group)
         return torch.view_as_complex(result) if pieces.is_complex() else result
 
+    @_telling_lost_peers()
     def all_to_all(self, pieces: torch.Tensor) -> torch.Tensor:
         outgoing = as_bytes(pieces)
         incoming = torch.empty_like(outgoing)
         dist.all_to_all_single(incoming, outgoing, group=self._group)
         return from_bytes(incoming, pieces)
 
+    @_telling_lost_peers()
     def broadcast(self, x: torch.Tensor, root: int) -> torch.Tensor:
         carried = as_bytes(x).clone()
         dist.broadcast(carried, dist.get_global_rank(self._group, root), group=self._group)
@@ -154,6 +180,7 @@ class ProcessChannel:
         self._device = device
         self._leaving: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
+    @_telling_lost_peers()
     def send(self, x: torch.Tensor) -> None:
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()[0].wait()
@@ -162,6 +189,7 @@ class ProcessChannel:
         assert work is not None  # None only for ranks outside the group
         self._leaving.append((work, carried))
 
+    @_telling_lost_peers()
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         result = torch.empty(shape, dtype=dtype, device=self._device)
         work = dist.irecv(as_bytes(result), self._peer, group=self._group)
@@ -169,6 +197,7 @@ class ProcessChannel:
         work.wait()
         return result
 
+    @_telling_lost_peers()
     def flush(self) -> None:
         while self._leaving:
             self._leaving.popleft()[0].wait()

@@ -27,6 +27,7 @@ class World:
         self.size = size
         self.timeout_s = timeout_s
         self.failure: tuple[int, BaseException] | None = None
+        self.is_stopped = False
         self._lock = threading.Lock()
         self._finished: set[int] = set()
         self._meetings: dict[tuple[int, ...], Meeting] = {}
@@ -48,6 +49,11 @@ class World:
             self.failure = self.failure or (rank, error)
         self._wake_all()
 
+    def stop(self) -> None:
+        """Ends every rank at its next collective, whether or not it has to wait there."""
+        self.is_stopped = True
+        self._wake_all()
+
     def finish(self, rank: int) -> None:
         """Says that `rank` will join no more meetings, so that nobody waits for it in vain."""
         with self._lock:
@@ -57,6 +63,8 @@ class World:
     def wait(self, condition: threading.Condition, done: Callable[[], bool], what: "Wait") -> None:
         """Waits on a held condition until `done()`; raises if that can't happen any more."""
         condition.wait_for(lambda: done() or self._is_hopeless(what), self.timeout_s)
+        if self.is_stopped:
+            raise Aborted("stopped from outside")
         if done():
             return
         if self.failure is not None:
@@ -70,7 +78,8 @@ class World:
         )
 
     def _is_hopeless(self, what: "Wait") -> bool:
-        return self.failure is not None or not self._finished.isdisjoint(what.missing())
+        stopped = self.is_stopped or self.failure is not None
+        return stopped or not self._finished.isdisjoint(what.missing())
 
     def _wake_all(self) -> None:
         with self._lock:

@@ -31,6 +31,8 @@ from runtime.transport import Transport
 from runtime.zero import share_updates
 
 Result = TypeVar("Result")
+STOPPING_S = 5.0
+"""For ranks that are threads to reach their next collective, where they notice a stop."""
 
 
 class Trainer:
@@ -227,6 +229,11 @@ def run_threads(
             thread.start()
         for thread in threads:
             thread.join()
+    except BaseException:  # Ctrl-C, say: Python can't end well while they compute
+        world.stop()
+        for thread in filter(threading.Thread.is_alive, threads):
+            thread.join(STOPPING_S)
+        raise
     finally:
         torch.set_num_threads(cores)
     if world.failure is not None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 import shardwright
-from planner.explain import explain
+from planner.explain import explain, explain_json
+from prediction import predict
 from tests.planner.test_predict import ROW
 
 
@@ -39,6 +40,23 @@ def test_a_row_can_be_explained(table, capsys):
     assert "compute" in text and "peak" in text and "layers x2" in text
     assert shardwright.main(["predict", str(table), "--explain", "x", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["id"] == "x"
+
+
+def test_what_a_row_leaves_open_is_told_with_what_was_tried():
+    row = ROW | {"layers": "4", "pp": "2", "dp": "4", "virtual_stages": "", "recompute": "none"}
+    found = predict(None, None, row)
+    taken = found.traits.virtual_stages
+    told = f"  left open: virtual_stages={taken}, the fastest that fits of 1, 2"
+    assert told in explain(found).splitlines()
+    assert "left open: recompute" not in explain(found)
+    assert explain_json(found)["decided"][0] == {
+        "column": "virtual_stages", "value": taken, "tried": (1, 2),
+    }  # fmt: skip
+
+
+def test_virtual_stages_are_in_the_header():
+    row = ROW | {"layers": "4", "pp": "2", "dp": "4", "virtual_stages": "2"}
+    assert "interleaved x 2, " in explain(predict(None, None, row)).splitlines()[0]
 
 
 def test_a_file_that_is_no_table_or_an_unknown_row_is_refused(table, tmp_path, capsys):

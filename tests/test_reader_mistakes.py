@@ -1,10 +1,7 @@
 """What a user mistypes or stops early: one plain message, and the right exit code."""
 
-import os
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,7 +32,6 @@ def build():
 """
 IMAGES = MODEL.format(first="nn.Linear(8, 8)", batch="torch.randn(12, 8)")
 TOKENS = MODEL.format(first="nn.Embedding(9, 8)", batch="torch.randint(9, (12, 5))")
-SLOW_TORCH = "import time\nopen('begun', 'w').close()\ntime.sleep(60)\n"
 
 
 @pytest.fixture
@@ -148,24 +144,6 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path):
     values = load_yaml(file)
     assert values == {"a": 1e-9, "b": -2e3, "c": 1.5e3, "d": [5.0, 300.0], "name": "1e9x",
                       "hex": "e5"}  # fmt: skip
-
-
-def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
-    (tmp_path / "torch.py").write_text(SLOW_TORCH)
-    path = os.pathsep.join([str(tmp_path), str(Path(shardwright.__file__).parent)])
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import signal, shardwright_command as c;"
-         "signal.signal(signal.SIGINT, signal.default_int_handler); raise SystemExit(c.main())"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        while not (tmp_path / "begun").exists():
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=20)
-    finally:
-        process.kill()
-    assert (process.returncode, error) == (130, "shardwright: interrupted\n")
 
 
 class Positions(nn.Module):

@@ -26,7 +26,12 @@ from ir.graph import BATCH
 from ir.trace.adapters import FakeTensorMode, expression, make_fx, preserve_meta
 from ir.trace.calls import OtherCalls
 from ir.trace.interpret import Lift, unlifted
-from ir.trace.source import OWN_HOME, PYTHON_HOME, TORCH_HOME, source_of
+from ir.trace.source import OWN_HOME, PYTHON_HOME, TORCH_HOME, in_users_words, source_of
+
+READS_VALUES = (
+    "data-dependent", "DataDependent", "DynamicOutputShape", "PendingUnbackedSymbol",
+)  # fmt: skip
+"""What torch says of a program that depends on a tensor's value."""
 
 
 @dataclass
@@ -200,7 +205,22 @@ def _root(node: fx.Node) -> fx.Node:
 
 def explain(error: BaseException, module: nn.Module) -> CaptureError:
     """Names the user's module, line and a way out for whatever torch.export raised."""
-    return CaptureError(f"can't capture {place_of(error, module)}. {_reason(error)}")
+    return CaptureError(
+        f"can't capture {place_of(error, module)}. {_running_average(error) or _reason(error)}"
+    )
+
+
+def _running_average(error: BaseException) -> str:
+    """Why a BatchNorm without a momentum can't be captured, if the error comes from one."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        held = frame.f_locals.get("self")
+        has_statistics = isinstance(held, nn.Module) and hasattr(held, "running_mean")
+        if has_statistics and getattr(held, "momentum", 0) is None:
+            return (
+                f"A {type(held).__name__} with momentum=None weighs a batch by how many there have "
+                "been, a value that is read while it runs. Give it a momentum, such as 0.1."
+            )
+    return ""
 
 
 def place_of(error: BaseException, module: nn.Module) -> str:
@@ -220,7 +240,7 @@ def place_in(frames: Iterable[tuple[FrameType, int]], module: nn.Module) -> str:
     path = names.get(id(held), "")
     owner = type(held).__name__ if isinstance(held, nn.Module) else ""
     code = linecache.getline(file, line).strip()
-    label = path.removeprefix("model.").removeprefix("model")
+    label = path.removeprefix("model").removeprefix(".")
     module_text = f"module '{label}' ({owner})" if label else "the top module"
     module_text += f" ({owner})" if owner and not label else ""
     return f"{module_text}, {Path(file).name}:{line}: `{code}`"
@@ -234,11 +254,22 @@ def _foreign(file: str) -> bool:
 
 def _reason(error: BaseException) -> str:
     text = f"{type(error).__name__} {error}"
-    if "data-dependent" in text or "DataDependent" in text:
+    if any(word in text for word in READS_VALUES):
         return (
             "It depends on the value of a tensor (a branch, .item() or a size read from data), "
             "so one captured program would be wrong for other data. Use torch.where or "
             "torch.cond instead of the branch, or compute the value outside the model."
         )
+    if "fake tensor in the exported program constant" in text:
+        return (
+            "It keeps a tensor that it made while being traced for a later use, as a cache of "
+            "keys and values does. A training step needs none: call the model with use_cache=False."
+        )
+    if "Expected inputs of BF16 type" in text:
+        return (
+            "torch captures a product of grouped matrices in bfloat16 only: make the model with "
+            "dtype=torch.bfloat16."
+        )
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"torch.export says: {type(error).__name__}: {first[:300]}"
+    return f"torch.export says: {type(error).__name__}: {in_users_words(first)[:300]}"
+

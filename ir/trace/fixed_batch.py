@@ -24,6 +24,7 @@ from ir.graph import Graph
 from ir.trace.adapters import FakeTensorMode, is_number, symbolic_mode, symbolic_rows
 from ir.trace.capture import place_in, place_of
 from ir.trace.fold import named_state
+from ir.trace.source import in_users_words
 from ir.trace.step import Leaf, Step
 
 
@@ -47,7 +48,7 @@ def _failure(step: Step, leaves: list[Leaf]) -> str:
         _run(step, mode, [mode.from_tensor(leaf.example(2)) for leaf in leaves])
     except Exception as error:  # whatever a model raises for a batch that it is not made for
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"with twice the rows {place_of(error, step)} fails: {said[:200]}"
+        return f"with twice the rows {place_of(error, step)} fails: {in_users_words(said)[:200]}"
     return ""
 
 

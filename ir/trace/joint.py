@@ -19,7 +19,7 @@ from ir.graph import Block
 from ir.trace.adapters import expression, is_size, make_fx, node_meta, preserve_meta
 from ir.trace.convert import Converter
 from ir.trace.normal import replay_target
-from ir.trace.source import source_of
+from ir.trace.source import in_users_words, source_of
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _refusal(segment: Segment, error: RuntimeError) -> Exception:
             source = source_of(node)
             return CaptureError(
                 f"can't capture {source}: the derivative of {source.function or node.target} can't "
-                f"be traced ({said[:200]}). Write it with plain operations."
+                f"be traced ({in_users_words(said)[:200]}). Write it with plain operations."
             )
     return error
 

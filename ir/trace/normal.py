@@ -46,6 +46,13 @@ def _slice_scatter(
     return whole
 
 
+def _cat(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    """One-dimensional tensors without elements count for nothing, whatever the others' dims."""
+    full = [x for x in tensors if x.dim() != 1 or x.shape[0] != 0]
+    whole: Tensor = aten.cat.default(full or tensors, dim)
+    return whole
+
+
 def _shift(target: Any) -> Callable[..., Any]:
     """A number added to a scalar becomes a tensor: a partial sum may pass through a sum of two
     tensors, but not through one with a number."""
@@ -62,6 +69,7 @@ def _shift(target: Any) -> Callable[..., Any]:
 SIMPLER: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: _shift(aten.add.Tensor),
     aten.sub.Tensor: _shift(aten.sub.Tensor),
+    aten.cat.default: _cat,
     aten.copy.default: _copy,
     aten.slice.Tensor: _slice,
     aten.slice_scatter.default: _slice_scatter,

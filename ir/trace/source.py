@@ -6,6 +6,7 @@ as batch_norm, becomes several nodes; all have its name.
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from pathlib import Path
 
@@ -29,5 +30,11 @@ def source_of(node: FxNode) -> Source:
         text = text.strip()
         if text.startswith("File") and TORCH_HOME not in text and OWN_HOME not in text:
             file, line = text.split('"')[1], text.split("line ")[1].split(",")[0]
-            return Source(path, f"{file.rsplit('/', 1)[-1]}:{line}", function)
+            name = file.rsplit("/", 1)[-1]
+            return Source(path, f"{name}:{line}" if line.isdigit() else name, function)
     return Source(path, "", function)
+
+
+def in_users_words(text: str) -> str:
+    """Tensors without memory, which torch captures with, are plain ones to the user."""
+    return re.sub(r"\bFakeTensor\b", "Tensor", text).replace("fake tensor", "tensor")

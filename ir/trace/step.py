@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +60,8 @@ class Step(nn.Module):
         supply = iter(tensors)
         leaves = [next(supply) if isinstance(x, Tensor) else x for x in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
-        output = self.model(*args, **kwargs)
+        with _no_next_call(self.model):
+            output = self.model(*args, **kwargs)
         loss = self.loss(output) if self.loss is not None else find_loss(output)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -67,6 +69,27 @@ class Step(nn.Module):
         metrics = {k: v for k, v in scalars(output).items() if v is not loss}
         self.report.metrics = list(metrics)
         return [loss, *metrics.values()]
+
+
+@contextmanager
+def _no_next_call(model: nn.Module) -> Iterator[None]:
+    """Models of transformers keep keys and values for their next call where `config.use_cache` says
+    so; a training step has none, so that is off inside."""
+    configs: dict[int, Any] = {id(c): c for c in map(_config, model.modules())}
+    caching = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
+    for config in caching:
+        with suppress(AttributeError):  # a frozen one stays as it is
+            config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            with suppress(AttributeError):
+                config.use_cache = True
+
+
+def _config(part: nn.Module) -> Any:
+    return getattr(part, "config", None)
 
 
 def find_loss(output: Any) -> Tensor:

@@ -1,16 +1,21 @@
 """Golden text of plans. To rewrite it: `python tests/planner/test_plan_text.py`."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from small_models import chain, products
+from torch import nn
 
 from ir.cluster import Cluster
 from ir.plan import Plan
 from ir.quantities import duration, size
+from ir.trace import trace
 from planner import plan
 from planner.describe import common_path, escaped
+from runtime.models import load_model
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -46,6 +51,48 @@ def test_the_text_has_no_address_and_no_trailing_space() -> None:
     text = _chain().text
     assert "0x" not in text
     assert all(line == line.rstrip() for line in text.splitlines())
+
+
+class Turned(nn.Module):
+    """Its transposed product is written anew to be viewed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        turned = self.up(x).tanh().transpose(1, 2).reshape(x.shape[0], -1, 64)
+        return self.down(turned).square().mean()
+
+
+SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+
+
+def seconds(line: str) -> float:
+    """All durations of a line."""
+    return sum(float(n) * SECONDS[unit] for n, unit in re.findall(r"([\d.]+) (s|ms|µs)\b", line))
+
+
+def test_the_lines_of_a_block_add_up_to_it() -> None:
+    graph = trace(Turned(), (torch.randn(8, 32, 64),))
+    text = plan(graph, Cluster.local(2), global_batch=8, pin={"data": 2}).text
+    assert "elementwise" in text and "1 copying view" in text
+    for block in text.split("  ×1 ")[1:]:
+        head, menu, *lines = block.partition("\n\n")[0].splitlines()
+        at = next(n for n, line in enumerate(lines) if "backward: " in line)
+        forward, backward = (sum(map(seconds, part)) for part in (lines[:at], lines[at:]))
+        assert forward == pytest.approx(seconds(head), rel=0.02)
+        assert backward == pytest.approx(seconds(menu), rel=0.02)
+
+
+def test_a_stage_that_makes_values_again_while_it_would_wait_is_told() -> None:
+    loaded = load_model("examples/tiny_llama.py:build", device="cpu")
+    graph = trace(loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss)
+    made = plan(graph, Cluster.local(4, memory_GiB=4), global_batch=8, pin={"pipeline": 2})
+    busy_s = [cost.forward_s + cost.backward_s for cost in made.prediction.stages]
+    again = [line for line in made.text.splitlines() if " again  saved" in line]
+    assert busy_s[0] < busy_s[1] and len(again) == 1
+    assert again[0].endswith("; stage 0 would else wait for stage 1")
 
 
 def test_units() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -121,3 +122,62 @@ def test_an_error_that_was_passed_on_is_not_printed_again(tmp_path, capfd):
 def test_a_folder_without_a_program_is_refused(tmp_path, nproc, message):
     with pytest.raises(UsageError, match=message):
         launch(tmp_path, nproc)
+
+
+PAIR = """
+import os, signal, sys, time
+import torch
+from runtime.errors import run_main
+from runtime.processes import connect_processes
+
+
+def main():
+    transport = connect_processes("cpu")
+    group = transport.group((0, 1))
+    for step in range(10_000):
+        group.all_reduce(torch.ones(1), "sum")
+        if step == 50 and transport.rank == int(sys.argv[1]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+run_main(main)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_only_lost_its_peer_leaves_the_word_to_the_verdict(tmp_path, capfd, victim):
+    (tmp_path / "train.py").write_text(PAIR)
+    with pytest.raises(RankFailed) as failed:
+        launch(tmp_path, 2, [str(victim)])
+    assert str(failed.value).startswith(f"rank {victim} was killed by signal 9 (SIGKILL), and the")
+    assert "want of memory" in str(failed.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_rank_whose_peer_is_gone_says_so_where_nobody_ends_it(tmp_path):
+    (tmp_path / "train.py").write_text(PAIR)
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        shared["MASTER_PORT"] = str(probe.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, tmp_path / "train.py", "1"], stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **shared, "PYTHONPATH": str(ROOT), "RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    (_, error), _ = (rank.communicate(timeout=60) for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL]
+    assert error.startswith("error: rank 0 lost its connection to another rank, which ended")
+    assert error.count("\n") == 1
+
+
+def test_ctrl_c_of_a_program_is_one_word(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "from runtime.errors import run_main\n"
+        "def main(): raise KeyboardInterrupt\n"
+        "run_main(main)\n"
+    )
+    with pytest.raises(RankFailed, match=r"exit code 130.*\ninterrupted$"):
+        launch(tmp_path, 1)

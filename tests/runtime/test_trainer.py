@@ -1,5 +1,10 @@
 """A hand-written program on eight threads does what plain torch does, to 1e-9 in float64."""
 
+import itertools
+import os
+import signal
+import threading
+
 import pytest
 import tiny_program as tiny
 import torch
@@ -173,3 +178,22 @@ def test_clipped_gradients_are_not_given_for_the_true_ones():
 
     with pytest.raises(UsageError, match="keep_gradients"):
         run_threads(tiny.layout(), tiny, tiny.TinyModel(), 8, fn, clip_norm=1.0)
+
+
+def test_no_rank_goes_on_after_an_interrupt():
+    """Threads that compute while Python ends make it abort."""
+
+    def go_on(trainer):
+        for step in itertools.count():
+            trainer.step(*tiny.batches(1)[0])
+            if step == 1 and trainer.rank == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    others = threading.enumerate()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_threads(tiny.layout("1f1b", 2, 2), tiny, tiny.TinyModel(), 8, go_on)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not [one for one in threading.enumerate() if one.is_alive() and one not in others]

@@ -137,9 +137,9 @@ class Workers:
 
     def _owner(self, key: Hashable) -> int:
         """The process that answers a key; new keys go round, so that neighbours, which are about as
-        much work, are shared."""
+        much work, are shared. This process, which has more to do than answers, comes last."""
         if key not in self._owners:
-            self._owners[key] = len(self._owners) % (1 + len(self._copies))
+            self._owners[key] = -(1 + len(self._owners)) % (1 + len(self._copies))
         return self._owners[key]
 
     def finish(self, asked: Asked) -> list[Any]:

@@ -16,7 +16,7 @@ from planner.frontier import Frontier, frontier
 from planner.phases import PHASES, least_parts
 from planner.sharding import Shardings
 from planner.sharding_terms import CLASS
-from planner.solver import Model, Relaxation, Term, Variable
+from planner.solver import Model, Relaxation, Term, Variable, summed
 
 Rates: TypeAlias = tuple[float, ...]
 RATES = (*PHASES, "once", "update", "trained", "summed")
@@ -121,8 +121,9 @@ class LeastTotals:
         """The total, and its parts at a rate of 1."""
         rows = self._rows
         terms = [(rate * c, v) for rate, row in zip(rates, rows, strict=True) for c, v in row]
-        found = self.shardings.relaxation.minimum(terms, only={v for _, v in terms})
-        return found.bound, tuple(sum(c * found[v] for c, v in row) for row in rows)
+        wanted = {v for row in rows for c, v in row if c}
+        found = self.shardings.relaxation.minimum(terms, only=wanted)
+        return found.bound, tuple(sum(c * found[v] for c, v in row if c) for row in rows)
 
     @cached_property
     def _kinds(self) -> tuple[Relaxation, list[Variable]]:
@@ -158,13 +159,14 @@ class _Held:
     rules: Rules
 
     def priced(self, price_s: float) -> tuple[float, float, float]:
-        seconds = self._seconds()
-        held = [(size, v) for _, size, v in self._held()]
-        terms = [*seconds, *((price_s * size, v) for size, v in held)]
+        seconds, held = self._seconds, self._bytes
+        terms = dict(seconds)
+        for v, size in held.items():
+            terms[v] = terms.get(v, 0.0) + price_s * size
         relaxation = self.shardings.relaxation_of(self.number)
-        found = relaxation.minimum(terms, only={v for _, v in terms})
-        total_s, held_bytes = (sum(x * found[v] for x, v in terms) for terms in (seconds, held))
-        return total_s, held_bytes, found.bound
+        found = relaxation.minimum(((c, v) for v, c in terms.items()), only=terms)
+        total_s = sum(c * found[v] for v, c in seconds.items())
+        return total_s, sum(size * found[v] for v, size in held.items()), found.bound
 
     def least_bytes(self) -> float:
         """Every state tensor and every gradient in its smallest layout."""
@@ -173,7 +175,9 @@ class _Held:
             least[group] = min(size, least.get(group, size))
         return sum(least.values())
 
-    def _seconds(self) -> list[Term]:
+    @cached_property
+    def _seconds(self) -> dict[Variable, float]:
+        """By variable; those that take none are left out."""
         program, rules = self.shardings.built.program, self.rules
         seconds = [*program.of_call.get(self.number, [])]
         if rules.sums:
@@ -183,7 +187,11 @@ class _Held:
         if rules.exchange_s:
             trained = program.trained_of.get(self.number, [])
             seconds += [(rules.exchange_s * size, v) for size, v in trained]
-        return seconds
+        return {v: c for c, v in summed(seconds) if c}
+
+    @cached_property
+    def _bytes(self) -> dict[Variable, float]:
+        return {v: size for size, v in summed((size, v) for _, size, v in self._held()) if size}
 
     def _held(self) -> list[tuple[str, float, Variable]]:
         rules, held = self.rules, self.shardings.built.program.held.get(self.number, [])

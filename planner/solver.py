@@ -113,11 +113,11 @@ class Model:
 
     def constrain(self, terms: Iterable[Term], lower: float = -inf, upper: float = inf) -> None:
         """lower <= sum of coefficient * variable <= upper; repeated variables add up."""
-        self._rows.append(_Row(_summed(terms), lower, upper))
+        self._rows.append(_Row(summed(terms), lower, upper))
 
     def minimise(self, terms: Iterable[Term], offset: float = 0.0) -> None:
         """The objective: sum of coefficient * variable + offset."""
-        self._objective, self._offset = _summed(terms), offset
+        self._objective, self._offset = summed(terms), offset
 
     def solve(
         self,
@@ -226,7 +226,7 @@ class Relaxation:
 
     def constrain(self, terms: Iterable[Term], lower: float = -inf, upper: float = inf) -> None:
         """One more row, as of `Model`."""
-        self._add(_Row(_summed(terms), lower, upper))
+        self._add(_Row(summed(terms), lower, upper))
 
     def _add(self, row: _Row) -> None:
         factor = _row_factor(row)
@@ -241,11 +241,12 @@ class Relaxation:
 
         `only`: the variables whose values are wanted, since reading all takes a while.
         """
-        costs, objective = _summed(terms), self._solver.Objective()
+        costs, objective = summed(terms), self._solver.Objective()
         scale = _LARGEST_COST / max((abs(cost) for cost, _ in costs if cost), default=1)
         objective.Clear()
         for cost, variable in costs:
-            objective.SetCoefficient(self._variables[variable], cost * scale)
+            if cost:
+                objective.SetCoefficient(self._variables[variable], cost * scale)
         status = self._solver.Solve()
         self._solver.SetSolverSpecificParametersAsString(_LATER)
         match status:
@@ -289,7 +290,7 @@ def _run(
         raise RuntimeError(str(error.__context__ or error)) from error
 
 
-def _summed(terms: Iterable[Term]) -> tuple[Term, ...]:
+def summed(terms: Iterable[Term]) -> tuple[Term, ...]:
     """Terms with one entry per variable, in the order of first use."""
     sums: dict[Variable, float] = {}
     for coefficient, variable in terms:

@@ -129,10 +129,12 @@ class _Attempt:
         return item.step_s < inf
 
     def _refine(self) -> None:
-        """Tries prices next to the one of the fastest plan, as long as it is near the best one."""
+        """Tries prices next to the one of the fastest plan, as long as it is near the best one, or
+        shardings that do not fit leave open how much faster the next ones are."""
         for _ in range(MOST_PRICES):
-            near_s = min(item.step_s for item in self.tried) <= self.best_s * (1 + NEAR)
-            price_s = self._next_price_s() if near_s else None
+            steps_s = [item.step_s for item in self.tried]
+            is_near = min(steps_s) <= self.best_s * (1 + NEAR) or inf in steps_s
+            price_s = self._next_price_s() if is_near else None
             if price_s is None:
                 return
             self._try(price_s)

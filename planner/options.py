@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ir.cluster import Cluster, Mesh
 from ir.errors import Refused
-from ir.seats import may_rest
+from ir.seats import may_rest, shares_cores
 from ir.stage_devices import mesh_orders
 from planner.approximations import divides_something
 from planner.fewer_devices import Shares, fewer_devices, tensor_degrees
@@ -105,9 +105,11 @@ class Options:
         return self.reason is not None or not self.has_batch
 
     def _is_usable(self, mesh: Mesh) -> bool:
-        """Whether a mesh has candidates, and its tensor axis something to cut."""
+        """Whether a mesh has candidates, and its tensor axis something to cut; or else nothing
+        stands for the mesh, since all processes of a machine were measured at once."""
         useless = mesh.tensor > 1 and not divides_something(self.work.kinds, mesh.tensor)
-        return any(self.of([mesh])) and (not useless or self.pins.tensor is not None)
+        is_kept = self.pins.tensor is not None or shares_cores(self.cluster)
+        return any(self.of([mesh])) and (not useless or is_kept)
 
     def _of_mesh(self, mesh: Mesh) -> Iterator[Candidate]:
         calls = len(self.work.graph.calls)

@@ -175,26 +175,27 @@ class Search:
         return inf
 
     def _begin(self, queue: list[_Open], best: Best) -> None:
-        """Plans one that is soon found: without a tensor axis and with room for everything there is
-        nothing to choose. What it beats by far need not be bounded more closely."""
+        """Plans the best one that leaves nothing to choose and nobody waiting: its bound is about
+        what it takes. What it beats by far need not be bounded more closely."""
         free, others = list[_Open](), list[_Open]()
         for entry in queue:
-            is_free = best.found is None and self._is_free(entry[-1])
-            (free if is_free else others).append(entry)
+            (free if self._is_free(entry[-1]) else others).append(entry)
         heapq.heapify(free)
         while free and free[0][2] < LEVELS and monotonic() <= self.deadline:
             bound_s, _, level, candidate = heapq.heappop(free)
             closer_s = max(bound_s, self.attempts.close_s(candidate, level + 1))
             heapq.heappush(free, self._open(candidate, closer_s, level + 1))
-        if free and monotonic() <= self.deadline:
+        if self._is_below(free, best) and monotonic() <= self.deadline:
             candidate = free[0][-1]
             self._attempted(candidate, self.attempts.plan(candidate, best.step_s), best)
         queue[:] = [*others, *free]
         heapq.heapify(queue)
 
     def _is_free(self, candidate: Candidate) -> bool:
-        capacity_bytes = self.least.cost_of(candidate.mesh).capacity_bytes
-        return candidate.mesh.tensor == 1 and self.least.most_bytes(candidate) <= capacity_bytes
+        """Whether ranks have the same blocks, whole, and room for everything."""
+        mesh, capacity_bytes = candidate.mesh, self.least.cost_of(candidate.mesh).capacity_bytes
+        alike = mesh.pipeline == mesh.tensor == 1
+        return alike and self.least.most_bytes(candidate) <= capacity_bytes
 
     def _is_below(self, queue: list[_Open], best: Best) -> bool:
         """Whether the least bound is below the best plan by more than the gap."""

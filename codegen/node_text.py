@@ -149,6 +149,13 @@ def _backward_of_view(name: str) -> Callable[[NodeText, Node], str]:
     return write
 
 
+def _by_rows(text: NodeText, node: Node) -> str:
+    """With a matrix that lies by rows, as the derivative was traced for (`ir.trace.normal`)."""
+    matrix, *rest = map(text.value, node.args)
+    words = [f"{matrix}.contiguous()", *rest, *(f"{k}={text.value(v)}" for k, v in node.kwargs)]
+    return f"torch.ops.aten.{node.op}({', '.join(words)})"
+
+
 def _first(text: NodeText, rows: int) -> str:
     return f"first=mesh.tensor.index * {rows}"
 
@@ -225,5 +232,6 @@ WRITERS: dict[str, Callable[[NodeText, Node], str]] = {
     "resample": _composite("resample"), "resample_backward": _composite("resample_backward"),
     "dropout": _dropout, "all_reduce": _collective, "all_gather": _collective,
     "reduce_scatter": _collective, "all_to_all": _collective, "shard": _collective,
-    "first": _collective,
+    "first": _collective, "_linalg_det.default": _by_rows, "_linalg_slogdet.default": _by_rows,
+    "_linalg_solve_ex.default": _by_rows,
 }  # fmt: skip

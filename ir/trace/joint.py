@@ -95,11 +95,39 @@ def differentiate(
 
     with _mode(segment):
         try:
-            joint = make_fx(step)(fakes, tangents)
+            joint = _without_writes(make_fx(step)(fakes, tangents), fakes, tangents)
         except RuntimeError as error:
             raise _refusal(segment, error) from error
     converter = Converter(joint.graph, sizes, input_names, needs, carries)
     return converter.block(name)
+
+
+def _without_writes(
+    joint: fx.GraphModule, fakes: list[Tensor], tangents: list[Tensor]
+) -> fx.GraphModule:
+    """The same program without writes in place, as some derivatives of torch's own have them (into
+    zeros, for a transform of Fourier's): what only is written to would be taken to be of no use."""
+    if not any(map(_writes, joint.graph.nodes)):
+        return joint
+
+    def run(*values: Any) -> Any:
+        with preserve_meta():
+            return fx.Interpreter(joint).run(*values)
+
+    flat: fx.GraphModule = make_fx(torch.func.functionalize(run, remove="mutations"))(
+        fakes, tangents
+    )
+    for node in filter(_writes, flat.graph.nodes):
+        raise CaptureError(
+            f"can't capture {source_of(node)}: its derivative writes in place ({node.target}). "
+            "Write it with plain operations."
+        )
+    return flat
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def _refusal(segment: Segment, error: RuntimeError) -> Exception:

@@ -66,7 +66,20 @@ def _shift(target: Any) -> Callable[..., Any]:
     return rule
 
 
+def _by_rows(target: Any) -> Callable[..., Any]:
+    """Derivatives of these factor a matrix or its transpose, by how it lies in memory while they
+    are traced: so it lies by rows, as emitted programs see to."""
+
+    def rule(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return target(x.clone(memory_format=torch.contiguous_format), *args, **kwargs)
+
+    return rule
+
+
 SIMPLER: dict[Any, Callable[..., Any]] = {
+    aten._linalg_det.default: _by_rows(aten._linalg_det.default),
+    aten._linalg_slogdet.default: _by_rows(aten._linalg_slogdet.default),
+    aten._linalg_solve_ex.default: _by_rows(aten._linalg_solve_ex.default),
     aten.add.Tensor: _shift(aten.add.Tensor),
     aten.sub.Tensor: _shift(aten.sub.Tensor),
     aten.cat.default: _cat,

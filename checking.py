@@ -7,7 +7,7 @@ the plain model, all ranks in this process, in float64.
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +37,7 @@ from runtime.compare import (
 )
 from runtime.models import Loaded, load_model
 from runtime.rounding import NUDGES, nudged
+from runtime.undropped import without_dropout
 
 EXIT_CODES = {"ok": 0, "refused": 3, "mismatch": 4}
 UNKNOWN: dict[str, Any] = dict.fromkeys(("status", "plan", *ERRORS, "worst", "reason"))
@@ -75,7 +76,8 @@ class _Checker:
 
     Where a difference is above the tolerance, copies of the model that differ in a last bit say how
     far rounding moves each tensor. Where the model drops out, masks come from the program's
-    counter, so the program for one device stands for the plain model.
+    counter, so the program for one device stands for the plain model; and is compared with it where
+    nothing is dropped.
     """
 
     def __init__(self, loaded: Loaded, steps: int) -> None:
@@ -85,16 +87,17 @@ class _Checker:
         self.training = Training(steps)
         self.model = widened(loaded.model)
         self.batch = widened_batch(loaded.args), widened_batch(loaded.kwargs)
-        nodes = (node for block in self.graph.blocks for node in block.nodes)
-        if any(node.op == "dropout" for node in nodes):
+        loss = loaded.loss or find_loss
+        if _drops_out(self.graph):
             alone = plan_graph(self.graph, Cluster.local(1), global_batch=self.rows)
             self.trained: Callable[[nn.Module], Run] = lambda model: self.run(alone, model)
             self.plain = self.trained(self.model)
+            loaded = replace(loaded, model=without_dropout(loaded.model))
+            own = trace_loaded(loaded)  # as it is where nothing is dropped
         else:
-            loss = loaded.loss or find_loss
-
             self.trained = lambda model: run_plain(model, *self.batch, loss, self.training)
             self.plain = self.trained(self.model)
+        if not _drops_out(own):
             self._check_own_precision(loaded, own, loss)
 
     def _check_own_precision(self, loaded: Loaded, graph: Graph, loss: Callable[..., Any]) -> None:
@@ -135,6 +138,10 @@ class _Checker:
             asked = " ".join(f"{key}={value}" for key, value in pin.items())
             return UNKNOWN | {"status": "refused", "plan": asked, "reason": one_paragraph(error)}
         return UNKNOWN | {"status": found.status, "plan": str(chosen.mesh), **found.to_json()}
+
+
+def _drops_out(graph: Graph) -> bool:
+    return any(node.op == "dropout" for block in graph.blocks for node in block.nodes)
 
 
 def check_command(options: argparse.Namespace) -> int:

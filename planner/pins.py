@@ -177,21 +177,22 @@ def check_pins(
             "block's backward ends, and this schedule cuts it in halves. Use zero=1, or "
             "schedule=1f1b."
         )
-    reason = why_fixed or "no input could be traced with another number of rows"
+    fixed = "could be traced with its own number of rows only"
+    if why_fixed:
+        fixed = f"works for one batch size only ({why_fixed})"
     for key in ("data", "micro_batches"):
         value = getattr(pins, key)
         if value not in (None, 1) and not has_batch:
             raise UsageError(
-                f"pin {key}={value}: the model works for one batch size only ({reason}), so it "
-                f"can't be split. Use {key}=1."
+                f"pin {key}={value}: the model {fixed}, so it can't be split. Use {key}=1."
             )
     data = pins.data or 1
     if pins.pipeline and pins.tensor and not pins.data:
         data = n_devices // pins.pipeline // pins.tensor
     if data > 1 and not has_batch:
         raise UsageError(
-            f"data={data}: the model works for one batch size only ({reason}), so it can't be "
-            "split. Use data=1, with more stages or a higher tensor degree."
+            f"data={data}: the model {fixed}, so it can't be split. Use data=1, with more stages "
+            "or a higher tensor degree."
         )
     if global_batch is None:
         return

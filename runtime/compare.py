@@ -301,8 +301,8 @@ def own_precision_error(
     """The larger relative difference of first loss and gradient vector, in allowed units.
 
     1 is `OWN_PRECISION_EPS` machine epsilons; more means another function. `nudged`: plain runs
-    of copies that differ in a last bit (`runtime.rounding`). What these move by half of itself or
-    more is rounding alone, zero in truth, and 1 is then `MARGIN` times that move.
+    of copies that differ in a last bit (`runtime.rounding`). 1 is `MARGIN` times what these move,
+    where that is more: of a difference of large values, or of what is zero in truth.
     """
     floating = [t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     eps = max((torch.finfo(dtype).eps for dtype in floating), default=2**-23)
@@ -323,9 +323,7 @@ def _own_error(far: Sequence[float], size: float, allowed: float) -> float:
     if not _finite(far[0]):
         return float("inf")
     moved = max((other for other in far[1:] if _finite(other)), default=0.0)
-    if 2 * moved >= size:
-        return far[0] / (MARGIN * moved)
-    return far[0] / (size * allowed)
+    return far[0] / max(size * allowed, MARGIN * moved)
 
 
 def _length(tensors: Iterable[Tensor]) -> float:

@@ -133,7 +133,7 @@ def test_at_its_own_precision_noise_is_measured_by_what_a_last_bit_moves():
 
 @pytest.mark.parametrize("change", ["one tensor", "all", "none of it"])
 def test_at_its_own_precision_a_real_gradient_is_not_compared_with_noise(change):
-    """With and without the copies the same error, to the last bit."""
+    """With the copies nearly the same error as without."""
     model, batch = case()
     first, others = own_runs(model, batch)
     off = {
@@ -143,10 +143,29 @@ def test_at_its_own_precision_a_real_gradient_is_not_compared_with_noise(change)
     }[change]
     found = replace(first, gradients=off)
     assert own_precision_error(first, first, model, others) == 0
-    assert own_precision_error(found, first, model, others) > 1
-    assert own_precision_error(found, first, model, others) == own_precision_error(
-        found, first, model
-    )
+    error, alone = (own_precision_error(found, first, model, copies) for copies in (others, ()))
+    assert error > 80 and 0.9 * alone < error <= alone
+
+
+class Centred(nn.Module):
+    """Small differences of large values, divided by their size."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.bilinear = nn.Linear(15, 15), nn.Bilinear(15, 5, 6)
+
+    def forward(self, x, weights):
+        h = torch.cumsum(self.first(x) + 10, 1)
+        z = self.bilinear(h, weights)
+        z = z - z.mean(0, keepdim=True)
+        return torch.linalg.vector_norm(z / (z.std(0) + 1e-3)) + z.topk(2, dim=1).values.mean()
+
+
+def test_a_right_program_of_an_ill_conditioned_model_is_no_defect():
+    torch.manual_seed(0)
+    batch = torch.randn(12, 15), 100 + torch.rand(12, 5) / 10
+    (found,) = check(Loaded(Centred(), batch, {}, None, "centred"), 2, pin={"data": 2}, steps=1)
+    assert found["status"] == "ok", found
 
 
 def test_at_its_own_precision_a_gradient_that_is_no_number_is_a_difference():

@@ -1,0 +1,64 @@
+"""Derivatives that torch writes in place, or by how a matrix lies in memory."""
+
+import pytest
+import torch
+from torch import nn
+
+import ir.trace.joint
+from checking import check
+from ir.errors import Different
+from runtime.models import Loaded
+
+ROWS, SIZE = 12, 6
+CUT = {
+    "det": lambda h, m: torch.linalg.det(m).pow(2),
+    "det of transposed": lambda h, m: torch.linalg.det(m.mT).pow(2),
+    "slogdet": lambda h, m: torch.linalg.slogdet(m).logabsdet,
+    "solve": lambda h, m: torch.linalg.solve(m + 3 * torch.eye(2), h[:, 4:]).pow(2),
+    "solve, transposed": lambda h, m: torch.linalg.solve(m.mT + 3 * torch.eye(2), m).pow(2),
+    "strided": lambda h, m: torch.as_strided(h, (ROWS, 3), (SIZE, 2)).pow(2),
+}
+WHOLE = {
+    "qr": lambda h, m: torch.linalg.qr(m).R.pow(2),
+    "rfft": lambda h, m: torch.fft.rfft(h).abs(),
+    "rfft2": lambda h, m: torch.fft.rfft2(h.view(ROWS, 2, 3)).abs(),
+    "there and back": lambda h, m: torch.fft.irfft(2 * torch.fft.rfft(h)).pow(2),
+}
+
+
+class Model(nn.Module):
+    """The matrices are a part of a product's rows, so they do not lie one after the other."""
+
+    def __init__(self, function, dropout=0.0):
+        super().__init__()
+        self.layer, self.drop, self.function = nn.Linear(15, SIZE), nn.Dropout(dropout), function
+
+    def forward(self, x):
+        h = self.layer(x)
+        h = self.drop(h) if self.drop.p else h
+        return self.function(h, h[:, :4].reshape(-1, 2, 2)).mean()
+
+
+def loaded(function, **options):
+    torch.manual_seed(0)
+    return Loaded(Model(function, **options), (torch.randn(ROWS, 15),), {}, None, "model")
+
+
+@pytest.mark.parametrize("pin", [{"data": 2}, {"tensor": 2}], ids=["data", "tensor"])
+@pytest.mark.parametrize("name", CUT)
+def test_matrices_that_lie_in_another_way_have_the_same_gradient(name, pin):
+    (found,) = check(loaded(CUT[name]), 2, pin=pin, steps=1)
+    assert found["status"] == "ok", found
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_a_derivative_writes_in_place_is_not_lost(name):
+    (found,) = check(loaded(WHOLE[name]), 2, pin={"tensor": 2}, steps=1)
+    assert found["status"] == "ok", found
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_lost_gradient_is_found_also_in_a_model_that_drops_out(monkeypatch, dropout):
+    monkeypatch.setattr(ir.trace.joint, "_without_writes", lambda joint, *_: joint)
+    with pytest.raises(Different, match="differs from the model at the model's own precision"):
+        check(loaded(WHOLE["rfft"], dropout=dropout), 1)

@@ -219,9 +219,12 @@ def _signal_session(process: "subprocess.Popen[str]", number: signal.Signals) ->
 
 
 def _exit_on_termination() -> Handler:
-    """Makes SIGTERM end this process the orderly way, as Ctrl-C does; the handler before."""
+    """Makes SIGTERM end this process the orderly way, as Ctrl-C does, unless whoever called this
+    sees to that; the handler before."""
     if threading.current_thread() is not threading.main_thread():
         return None  # only the main thread may set handlers
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return None
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -92,6 +92,24 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path, number):
     assert not any(is_running(process_id) for process_id in ids)
 
 
+def test_whoever_sees_to_sigterm_goes_on_to_see_to_it(tmp_path):
+    """Such as a command, which says that it was ended."""
+    code = (
+        "import signal\nfrom ir.interrupts import Ended, orderly_end\n"
+        "from runtime.launch import run_ranks\n"
+        "try:\n    with orderly_end():\n"
+        f"        run_ranks({sleeper(tmp_path, '')!r}, 2)\n"
+        "except Ended as end:\n    print(end.exit_code)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    ids = wait_for_ranks(tmp_path, 2)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.communicate(timeout=20)[0] == "143\n"
+    assert not any(is_running(process_id) for process_id in ids)
+
+
 def test_a_users_error_keeps_its_exit_code(tmp_path):
     (tmp_path / "train.py").write_text(
         "from runtime.errors import UsageError, run_main\n"

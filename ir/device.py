@@ -220,7 +220,8 @@ def _row(name: str) -> dict[str, str]:
     if key in names:
         return rows[names[key]]
     near = difflib.get_close_matches(key, names, n=8, cutoff=0.4)
-    known = sorted({_SHORT_NAMES.get(names[k], names[k]) for k in near or names})
+    shown = dict.fromkeys(_SHORT_NAMES.get(names[k], names[k]) for k in near or names)
+    known = shown if near else sorted(shown)
     hint = "Nearest" if near else "Known"
     raise UsageError(f"no device is called {name!r}. {hint}: {', '.join(known)}.")
 

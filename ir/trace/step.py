@@ -100,9 +100,15 @@ def find_loss(output: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     raise CaptureError(
-        f"the model returns {type(output).__name__} and no loss was found in it. Return a scalar "
+        f"the model returns {_kind(output)} and no loss was found in it. Return a scalar "
         "loss (alone, or as `loss`), or give loss(output) beside the model."
     )
+
+
+def _kind(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return f"a tensor of {output.dim()} dim{'s' * (output.dim() != 1)}"
+    return type(output).__name__
 
 
 def scalars(output: Any) -> dict[str, Tensor]:

@@ -269,3 +269,43 @@ def test_a_tensor_axis_that_cuts_nothing_takes_no_devices(tiny: Graph) -> None:
     cut = plan(tiny, cluster, global_batch=12, pin={"tensor": 2})
     best_s = min(alone.prediction.step_s, cut.prediction.step_s)
     assert found.prediction.step_s <= best_s * (1 + 1e-8)
+
+
+class Skips(nn.Module):
+    """Ten small layers with skips between them: stages wait for one another, and bounds are low."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(15, 15) for _ in range(5))
+        self.up = nn.ModuleList(nn.Linear(30, 15) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for layer in self.down:
+            x = torch.tanh(layer(x))
+            kept.append(x)
+        for layer in self.up:
+            x = torch.relu(layer(torch.cat([x, kept.pop()], -1)))
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def skips() -> Graph:
+    """No degree but 3, 5 and 15 divides anything."""
+    return trace(Skips(), (torch.randn(12, 15),), {})
+
+
+def test_one_device_is_planned_where_low_bounds_come_first(skips: Graph) -> None:
+    cluster = Cluster.local(4)
+    found = plan(skips, cluster, global_batch=12)
+    alone = plan(skips, cluster, global_batch=12, pin={"pipeline": 1})
+    assert found.prediction.step_s <= alone.prediction.step_s * (1 + 1e-9)
+
+
+def test_a_measured_machine_keeps_a_mesh_that_cuts_nothing(skips: Graph) -> None:
+    curve = Curve((64.0, 2**20), (1.0, 10.0))
+    slow = [Collective(op, 2, 2, 2, curve) for op in ("all_reduce", "all_gather", "send")]
+    cluster = replace(Cluster.local(2), calibration=Calibration(2, (), tuple(slow)))
+    found = plan(skips, cluster, global_batch=12)
+    assert found.mesh == Mesh(tensor=2) and found.prediction.step_s < 1.0
+    assert found.prediction.bound_s <= found.prediction.step_s

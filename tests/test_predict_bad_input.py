@@ -33,7 +33,7 @@ BROKEN = [
     ("no vocabulary", {"vocab": " "}, "vocab is missing"),
     ("no micro-batch", {"micro_batch": ""}, "micro_batch is missing"),
     ("no device", {"device": ""}, "device is missing"),
-    ("unknown device", {"device": "H900"}, "no device is called 'H900'. Nearest: H200-SXM, H100-SXM"),
+    ("unknown device", {"device": "H900"}, "no device is called 'H900'. Nearest: H200-SXM, H100"),
     ("unknown family", {"family": "lama"}, "family='lama': .* did you mean llama?"),
     ("unknown precision", {"precision": "bf61"}, "precision='bf61': .* did you mean bf16?"),
     ("unsupported precision", {"precision": "fp8"}, "precision=fp8: A100-80GB has no units"),

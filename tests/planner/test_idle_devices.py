@@ -291,7 +291,6 @@ class Skips(nn.Module):
 
 @pytest.fixture(scope="module")
 def skips() -> Graph:
-    """No degree but 3, 5 and 15 divides anything."""
     return trace(Skips(), (torch.randn(12, 15),), {})
 
 
@@ -302,10 +301,17 @@ def test_one_device_is_planned_where_low_bounds_come_first(skips: Graph) -> None
     assert found.prediction.step_s <= alone.prediction.step_s * (1 + 1e-9)
 
 
-def test_a_measured_machine_keeps_a_mesh_that_cuts_nothing(skips: Graph) -> None:
+class Odd(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(x).square().mean()
+        return loss
+
+
+def test_a_measured_machine_keeps_a_mesh_that_cuts_nothing() -> None:
+    model = Odd(nn.Linear(15, 15), nn.Tanh(), nn.Linear(15, 5))
     curve = Curve((64.0, 2**20), (1.0, 10.0))
     slow = [Collective(op, 2, 2, 2, curve) for op in ("all_reduce", "all_gather", "send")]
     cluster = replace(Cluster.local(2), calibration=Calibration(2, (), tuple(slow)))
-    found = plan(skips, cluster, global_batch=12)
+    found = plan(trace(model, (torch.randn(12, 15),), {}), cluster, global_batch=12)
     assert found.mesh == Mesh(tensor=2) and found.prediction.step_s < 1.0
     assert found.prediction.bound_s <= found.prediction.step_s

@@ -17,7 +17,7 @@ from ir.graph import Node, Ref, evaluate
 from ir.layout import Layout, Shard
 from ir.lower import Lowered
 from ir.ops import op_def
-from ir.ops.table import creates
+from ir.ops.table import BY_ROWS, creates
 from ir.spmd import Spmd
 from ir.strategies import Strategy
 
@@ -232,6 +232,5 @@ WRITERS: dict[str, Callable[[NodeText, Node], str]] = {
     "resample": _composite("resample"), "resample_backward": _composite("resample_backward"),
     "dropout": _dropout, "all_reduce": _collective, "all_gather": _collective,
     "reduce_scatter": _collective, "all_to_all": _collective, "shard": _collective,
-    "first": _collective, "_linalg_det.default": _by_rows, "_linalg_slogdet.default": _by_rows,
-    "_linalg_solve_ex.default": _by_rows,
+    "first": _collective, **dict.fromkeys(BY_ROWS, _by_rows),
 }  # fmt: skip

@@ -162,6 +162,9 @@ LINEAR: dict[str, tuple[frozenset[int], ...]] = {
     "_conj.default": linear_in(0),
 }
 
+BY_ROWS = ("_linalg_det.default", "_linalg_slogdet.default", "_linalg_solve_ex.default")
+"""What torch differentiates by how its first operand lies in memory: by rows, in our programs."""
+
 ALSO_POINTWISE = (
     "hardtanh_backward.default", "leaky_relu_backward.default",
     "elu_backward.default", "softplus_backward.default", "smooth_l1_loss_backward.default",

@@ -272,4 +272,3 @@ def _reason(error: BaseException) -> str:
         )
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return f"torch.export says: {type(error).__name__}: {in_users_words(first)[:300]}"
-

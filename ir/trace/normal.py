@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ir.ops.table import BY_ROWS, aten_overload
+
 aten = torch.ops.aten
 WHOLE = sys.maxsize
 
@@ -77,9 +79,7 @@ def _by_rows(target: Any) -> Callable[..., Any]:
 
 
 SIMPLER: dict[Any, Callable[..., Any]] = {
-    aten._linalg_det.default: _by_rows(aten._linalg_det.default),
-    aten._linalg_slogdet.default: _by_rows(aten._linalg_slogdet.default),
-    aten._linalg_solve_ex.default: _by_rows(aten._linalg_solve_ex.default),
+    **{op: _by_rows(op) for op in map(aten_overload, BY_ROWS)},
     aten.add.Tensor: _shift(aten.add.Tensor),
     aten.sub.Tensor: _shift(aten.sub.Tensor),
     aten.cat.default: _cat,

@@ -30,6 +30,9 @@ class LeastState:
     cost_of: CostOf
     known: dict[tuple[Mesh, int, str], dict[str, StateCost]] = field(default_factory=dict)
     known_total: dict[tuple[Mesh, int, str], StateCost] = field(default_factory=dict)
+    known_runs: dict[tuple[Mesh, int, str], list[tuple[int, int, StateCost]]] = field(
+        default_factory=dict
+    )
 
     def each(self, candidate: Candidate) -> dict[str, StateCost]:
         """Of every state tensor."""
@@ -68,6 +71,12 @@ class LeastState:
 
     def runs(self, candidate: Candidate) -> list[tuple[int, int, StateCost]]:
         """Identical calls in a row: variant, their number, the state that they use first."""
+        key = (candidate.mesh, candidate.zero, candidate.offload)
+        if key not in self.known_runs:
+            self.known_runs[key] = self._found_runs(candidate)
+        return self.known_runs[key]
+
+    def _found_runs(self, candidate: Candidate) -> list[tuple[int, int, StateCost]]:
         graph, states = self.work.graph, dict(self.each(candidate))
         variant_of, found = self.work.variant_of, []
         for variant, group in groupby(range(len(graph.calls)), key=lambda i: variant_of[i]):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ir.cluster import Cluster, Mesh
+from ir.device import Device
 from ir.mixed import pace
 from ir.stage_devices import Order, in_order
 from planner.bounds import Bounds
@@ -27,6 +28,7 @@ class Supplies:
 
     main: Supply
     known: dict[tuple[frozenset[Place], Place | None], list[Supply]] = field(default_factory=dict)
+    by_devices: dict[tuple[Device, ...], Supply] = field(default_factory=dict)
     places: dict[tuple[Mesh, Order], Supply] = field(default_factory=dict)
     of_ranks: dict[tuple[Mesh, Order], tuple[LeastCosts, ...]] = field(default_factory=dict)
 
@@ -65,17 +67,20 @@ class Supplies:
     def _shared(
         self, cluster: Cluster, places: frozenset[Place], only: Place | None = None
     ) -> Supply:
-        """One for all ranks in the same places, or for those in `only` one of them."""
-        known = self.known.setdefault((places, only), [])
+        """One for all ranks in the same places, or for those in `only` one of them, whatever the
+        places of the others. Where nodes hold different devices the first of the same devices has
+        what those alone decide."""
+        here = places if only is None else frozenset({only})
+        known = self.known.setdefault((here, only), [])
         for supply in known:
             if supply.cluster == cluster:
                 return supply
         if known:
             made = known[0].reordered(cluster)
         else:
-            here = places if only is None else (only,)
-            devices = dict.fromkeys(device for device, _ in here)
-            made = self.main.elsewhere(cluster, tuple(sorted(devices, key=pace)), only)
+            devices = tuple(sorted({device for device, _ in here}, key=_by_pace))
+            made = self.by_devices.get(devices, self.main).elsewhere(cluster, devices, only)
+            self.by_devices.setdefault(devices, made)
         known.append(made)
         return made
 
@@ -92,6 +97,10 @@ class Supplies:
                 self._shared(cluster, different, place).least for place in places
             ) if len(different) > 1 else ()
         return self.of_ranks[key]
+
+
+def _by_pace(device: Device) -> tuple[float, str]:
+    return pace(device), device.name
 
 
 @dataclass(frozen=True)

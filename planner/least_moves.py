@@ -36,8 +36,9 @@ class LeastMoves:
     known_moves: dict[tuple[int, int, int], Counter[tuple[str, int]]] = field(default_factory=dict)
     known_data_s: dict[tuple[Mesh, int, int], float] = field(default_factory=dict)
 
-    def send_s(self, candidate: Candidate, cost: CostModel, stage: int) -> float:
-        """There and back, of a micro-batch, where the least crosses and is cut evenly."""
+    def send_s(self, candidate: Candidate, cost: CostModel, stage: int | None = None) -> float:
+        """There and back, of a micro-batch, where the least crosses and is cut evenly; from a
+        pipeline rank to the next one, or from the last to the first."""
         tensor = candidate.mesh.tensor
         return min(
             sum(cost.send_s(size // tensor, stage) for size in sizes)

@@ -18,18 +18,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
+import numpy as np
+
 from ir.cluster import Cluster
 from ir.schedules import splits_backward
 from planner.least_costs import LeastCosts
-from planner.least_problem import LeastProblem
+from planner.least_problem import Choose, LeastProblem
 from planner.phases import PHASES, Phase
 from planner.pins import Candidate
 from planner.rank_bound import least_pace_s
 from planner.schedule import fill_rounds
-from planner.stage_cuts import best_cuts, least_maximum, relaxed_seconds, tail_seconds
+from planner.stage_cuts import (
+    Array,
+    best_cuts,
+    least_maximum,
+    least_split_s,
+    relaxed_seconds,
+    sums,
+    tail_seconds,
+)
 from planner.stage_problem import StageProblem
 from planner.workload import Workload
 
+FORWARD: tuple[Phase, ...] = ("forward",)
+PROMPT: tuple[Phase, ...] = ("forward", "input")
+"""What of a split step is not the weights' half."""
 SENDS = 2
 """A value that crosses and its gradient are both waited for, on one side or on both."""
 
@@ -127,8 +140,10 @@ class Bounds:
         """As `quick_s`, closer: (2), (3) or (4)."""
         if level == 4:
             return self._cuts_s(candidate)
-        if (candidate.mesh.tensor == 1 and level == 2) or self.of_ranks:
-            return 0.0  # nothing to choose; or no ranks that could share all evenly
+        if candidate.mesh.tensor == 1 and (level == 2 or self.of_ranks):
+            return 0.0  # nothing to choose
+        if self.of_ranks:  # that can't share all evenly
+            return self._cuts_s(candidate, "nodes" if level == 2 else "fastest")
         joint_s = self._joint_s(candidate, _steady(candidate), exact=level == 3)
         return joint_s if level == 3 else max(joint_s, self._total_s(candidate))
 
@@ -168,41 +183,79 @@ class Bounds:
         total_s = state.sync_s + candidate.micro_batches * (state.gather_s + state.scatter_s)
         return max(0.0, total_s - exchange_s * self.least.state.trained_bytes(candidate))
 
-    def _cuts_s(self, candidate: Candidate) -> float:
+    def _cuts_s(self, candidate: Candidate, choose: Choose = "curves") -> float:
         """By the best cuts into ranks or, for ranks of several stages, the best share of blocks."""
+        sharing = self._sharing(candidate)
         if candidate.virtual_stages > 1:
-            return self._shares_s(candidate)
-        problem, sharing = self._problem.of(candidate), self._sharing(candidate)
+            return self._shares_s(candidate, choose)
+        problem = self._problem.of(candidate, choose=choose)
         seconds, tails = relaxed_seconds(problem), tail_seconds(problem)
         if splits_backward(candidate.schedule):
-            return self._split_s(candidate, problem, least_maximum(seconds))
+            tails = np.where(np.isfinite(seconds), tails, inf)
+            return self._split_s(candidate, problem, seconds, least_maximum(tails))
         cuts = best_cuts(seconds, tails, candidate.micro_batches)
         return inf if cuts is None else float(cuts.cost_s) / sharing
 
-    def _shares_s(self, candidate: Candidate) -> float:
+    def _shares_s(self, candidate: Candidate, choose: Choose) -> float:
         """By the best share of the blocks for ranks of several stages. The exchange of gradients of
         repeated blocks is in their seconds: the slowest rank has its own."""
         least, ranks = self.least, range(candidate.mesh.pipeline)
-        problem = self._problem.of(candidate, with_exchange=True)
+        is_closest = choose == "curves"
+        problem = self._problem.of(candidate, with_exchange=is_closest, choose=choose)
         pace_s = least_pace_s(problem, [least.moments(candidate, rank) for rank in ranks])
-        sum_s = least.total_s(candidate) + self._more_s(candidate)
+        sum_s = self._blocks_s(candidate, choose) + self._more_s(candidate)
         sum_s += sum(problem.exposed_send_s(rank) for rank in ranks)
         once_s = sum(run.count * (run.sync_s + run.optimizer_s) for run in problem.runs)
         return self._step_s(candidate, pace_s, sum_s) + once_s / len(ranks)
 
-    def _split_s(self, candidate: Candidate, problem: StageProblem, pace_s: float) -> float:
-        """Where a backward is split: of the steady micro-batches some are at the pace of the best
+    def _blocks_s(self, candidate: Candidate, choose: Choose) -> float:
+        """Of a micro-batch through all blocks; on ranks that differ each where it is fastest."""
+        if not self.of_ranks:
+            return self.least.total_s(candidate)
+        alone: Choose = "nodes" if choose == "nodes" else "fastest"
+        kinds = {id(least): LeastProblem(least) for least in self.of_ranks}.values()
+        blocks = zip(*(kind.blocks(candidate, alone) for kind in kinds), strict=True)
+        least_s = (min(block.curve.corners[0][0] for block in same) for same in blocks)
+        calls = (len(kind.calls) for kind in self.work.kinds)
+        return sum(n * seconds for n, seconds in zip(calls, least_s, strict=True))
+
+    def _split_s(
+        self, candidate: Candidate, problem: StageProblem, seconds: Array, tail_s: float
+    ) -> float:
+        """Where a backward is split: the best cuts with what fills the pipeline, and `tail_s` once
+        per step; and, of alike ranks, some of the steady micro-batches at the pace of the best
         cuts, and the others, which the fill can need, in one sharding with it."""
+        pace_s, sharing = least_maximum(seconds), self._sharing(candidate)
         if pace_s == inf:
             return inf
-        alone_s = self._step_s(candidate, pace_s, 0.0)
-        alone_s += sum(problem.send_s) / self._sharing(candidate)
+        parts = [self._part_s(candidate, problem, phases) for phases in (PROMPT, FORWARD)]
+        step_s = least_split_s(seconds, *parts, candidate.micro_batches) / sharing + tail_s
+        if self.of_ranks:
+            return step_s
+        alone_s = self._step_s(candidate, pace_s, 0.0) + sum(problem.send_s) / sharing
         steady, ranks = _steady(candidate), candidate.mesh.pipeline
         most = min(steady, fill_rounds(ranks, candidate.micro_batches))
-        return max(alone_s, *(
+        return max(step_s, alone_s, *(
             (steady - joint) * ranks * pace_s + self._joint_s(candidate, joint, exact=True)
             for joint in (0.0, most)
         ))  # fmt: skip
+
+    def _part_s(
+        self, candidate: Candidate, problem: StageProblem, phases: Sequence[Phase]
+    ) -> Array:
+        """[stages, blocks + 1, blocks + 1]: of the nodes of these phases on a stage, and of sends,
+        of which half are in forward."""
+        ranks = self.of_ranks or (self.least,) * problem.stages
+        runs = [variant for variant, _, _ in self.least.state.runs(candidate)]
+        of_kinds = {}
+        for least in {id(least): least for least in ranks}.values():
+            part_s = least.part_s(candidate, phases)
+            of_kinds[id(least)] = sums(problem, [part_s[variant] for variant in runs])
+        share = 1.0 if "input" in phases else 0.5
+        return np.stack([
+            of_kinds[id(least)] + share * problem.exposed_send_s(rank)
+            for rank, least in enumerate(ranks)
+        ])  # fmt: skip
 
 
 def _steady(candidate: Candidate) -> float:

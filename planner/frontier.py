@@ -52,8 +52,9 @@ class Frontier:
 def frontier(program: Priced, prices: int = PRICES) -> Frontier:
     """The curve by at most so many lines, but always by its ends."""
     flat, least_bytes = _line(program, 0.0), program.least_bytes()
-    most_s = max(flat.seconds, _most_seconds(program, flat))
-    if flat.bytes <= least_bytes * (1 + 1e-9) or most_s == 0:
+    is_least = flat.bytes <= least_bytes * (1 + 1e-9)
+    most_s = 0.0 if is_least else max(flat.seconds, _most_seconds(program, flat))
+    if most_s == 0:
         return Frontier(((flat.value, least_bytes),), (flat,))
     slope = most_s / (flat.bytes - least_bytes)
     lines, edges = _refined(program, flat, _line(program, STEEP * slope), prices)

@@ -25,7 +25,7 @@ from planner.halves import least_pending_bytes
 from planner.least_moves import LeastMoves
 from planner.least_state import LeastState
 from planner.offload import Hosting
-from planner.phases import PHASES, Phase
+from planner.phases import PHASES, Phase, node_phases
 from planner.pieces import Pieces
 from planner.pins import Candidate
 from planner.price import (
@@ -36,7 +36,15 @@ from planner.rank_costs import CostOf
 from planner.recompute_program import KeptProgram
 from planner.schedule import moments
 from planner.sharding import Shardings
-from planner.sharding_bound import EVENLY, WITH_EARLY, BlockBound, LeastTotals, Rules, block_bound
+from planner.sharding_bound import (
+    ANYWHERE,
+    EVENLY,
+    WITH_EARLY,
+    BlockBound,
+    LeastTotals,
+    Rules,
+    block_bound,
+)
 from planner.workload import Workload, touched_bytes
 
 KEPT_PRICES = 16
@@ -200,6 +208,19 @@ class LeastCosts:
             for kind, block in zip(kinds, blocks, strict=True)
         )
 
+    def part_s(self, candidate: Candidate, phases: Sequence[Phase]) -> list[float]:
+        """Per variant the nodes of some phases of a call, as `forward_s`."""
+        return [
+            sum(block.node_s[name] for name, phase in of.items() if phase in phases)
+            for block, of in zip(self.blocks(candidate), self._phases, strict=True)
+        ]
+
+    @cached_property
+    def _phases(self) -> list[dict[str, Phase]]:
+        """Per variant, by first output of the nodes."""
+        found = (node_phases(self.work.graph, kind) for kind in self.work.kinds)
+        return [{n.outputs[0]: phase for n, phase in of.items()} for of in found]
+
     def weighted_s(
         self, candidate: Candidate, weights: Mapping[Phase, float], exchange_s: float, *,
         exact: bool,
@@ -273,6 +294,11 @@ class LeastCosts:
             self._block(candidate, number, repeated if len(kind.calls) > 1 else alone)
             for number, kind in enumerate(self.work.kinds)
         ]
+
+    def fastest(self, candidate: Candidate) -> list[BlockBound]:
+        """The least seconds of a call of each variant by any sharding, whatever state it holds."""
+        rules = replace(ANYWHERE, sums=self.sums(candidate))
+        return [self._block(candidate, number, rules) for number in range(len(self.work.kinds))]
 
     def _block(self, candidate: Candidate, number: int, rules: Rules | None) -> BlockBound:
         key = (candidate.mesh.tensor, candidate.rows, number, rules)

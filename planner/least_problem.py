@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from ir.schedules import Held, splits_backward
 from planner.cost import CostModel
@@ -16,6 +17,10 @@ from planner.pins import Candidate
 from planner.price import StateCost
 from planner.sharding_bound import BlockBound
 from planner.stage_problem import Point, Run, StageProblem
+
+Choose: TypeAlias = Literal["nodes", "fastest", "curves"]
+"""What is known of a block's sharding: the fastest strategy of every node, the fastest sharding, or
+what no sharding beats that holds as many bytes; each closer and slower to find."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,9 @@ class LeastProblem:
     least: LeastCosts
     of_ranks: Sequence[LeastCosts] = ()
 
-    def of(self, candidate: Candidate, *, with_exchange: bool = False) -> StageProblem:
+    def of(
+        self, candidate: Candidate, *, with_exchange: bool = False, choose: Choose = "curves"
+    ) -> StageProblem:
         """`with_exchange`: what the tensor and data axes do once per step with the gradients of
         blocks that repeat is in the seconds of these."""
         mesh, cost = candidate.mesh, self.least.cost_of(candidate.mesh)
@@ -38,10 +45,11 @@ class LeastProblem:
             capacity_bytes = tuple(
                 float(least.cost_of(mesh).capacity_bytes) for least in self.of_ranks
             )
-            of_kinds = {id(x): LeastProblem(x)._runs(candidate, once) for x in self.of_ranks}
+            kinds = {id(x): LeastProblem(x) for x in self.of_ranks}
+            of_kinds = {key: kind._runs(candidate, once, choose) for key, kind in kinds.items()}
             unlike = tuple(of_kinds[id(least)] for least in self.of_ranks)
         return StageProblem(
-            self._runs(candidate, once, exact=not unlike), mesh.pipeline,
+            self._runs(candidate, once, "nodes" if unlike else choose), mesh.pipeline,
             candidate.micro_batches, candidate.schedule, capacity_bytes,
             tuple(
                 virtual * self.least.moves.send_s(candidate, cost, stage)
@@ -52,15 +60,11 @@ class LeastProblem:
             round_s=(virtual - 1) * self.least.moves.send_s(candidate, cost) if virtual > 1 else 0.0,
         )  # fmt: skip
 
-    def _runs(self, candidate: Candidate, once: float, *, exact: bool = True) -> tuple[Run, ...]:
-        """What all blocks take at least; `exact`: by shardings, where there are any."""
-        least, exact = self.least, exact and candidate.mesh.tensor > 1
-        cost = least.cost_of(candidate.mesh)
+    def _runs(self, candidate: Candidate, once: float, choose: Choose) -> tuple[Run, ...]:
+        """What all blocks take at least."""
+        least, cost = self.least, self.least.cost_of(candidate.mesh)
         exchange_s = least.state.exchange_s(candidate) if once else 0.0
-        blocks = least.blocks(candidate)
-        if exact:
-            count = candidate.micro_batches
-            blocks = least.curves(candidate, exchange_s / count, once / count)
+        blocks = self.blocks(candidate, choose, once, exchange_s)
         runs = []
         for variant, count, state in least.state.runs(candidate):
             added_s = self.added_s(candidate, cost, state) / count
@@ -73,6 +77,18 @@ class LeastProblem:
             ends = sync_s / count, state.update_s / count
             runs.append(Run(str(variant), count, points, *ends))
         return tuple(runs)
+
+    def blocks(
+        self, candidate: Candidate, choose: Choose, once: float = 0.0, exchange_s: float = 0.0
+    ) -> list[BlockBound]:
+        """A call of each variant; `once` and `exchange_s` only matter to curves. Without a tensor
+        axis there is nothing to choose."""
+        if choose == "nodes" or candidate.mesh.tensor == 1:
+            return self.least.blocks(candidate)
+        if choose == "fastest":
+            return self.least.fastest(candidate)
+        count = candidate.micro_batches
+        return self.least.curves(candidate, exchange_s / count, once / count)
 
     def _held(self, candidate: Candidate, rank: int) -> tuple[Held, ...]:
         """At the fullest moments of a rank; of several stages the least."""

@@ -75,16 +75,25 @@ class _Shares:
         takes = np.where(self.seconds <= limit_s, np.arange(self.count + 1), -inf).max(axis=2)
         most = np.full(len(self.sets), -inf)
         most[0] = 0
-        for of_rank in takes:
+        for rank, of_rank in enumerate(takes):
             reached = np.full(len(self.sets), -inf)
             for mine in self.sets:
-                if of_rank[mine] < 0:
+                if of_rank[mine] < 0 or not self._may_have(rank, mine):
                     continue
                 free = [s for s in self.sets if not s & mine]
                 joined = [s | mine for s in free]
                 np.maximum.at(reached, joined, most[free] + of_rank[mine])
             most = reached
         return bool(most[-1] >= self.count)
+
+    def _may_have(self, rank: int, mine: int) -> bool:
+        """Whether the first block of the model is on the first rank, and its last one on the last,
+        where they are not of the longest run."""
+        blocks, ranks = self.problem.block_runs, len(self.moments)
+        first, last = 1, 1 << len(self.others) - 1
+        ends = [(0, first)] if blocks[0] != self.longest else []
+        ends += [(ranks - 1, last)] if blocks[-1] != self.longest else []
+        return all(bool(mine & bit) == (rank == of) for of, bit in ends)
 
     @cached_property
     def seconds(self) -> Array:

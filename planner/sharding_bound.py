@@ -48,6 +48,10 @@ class Rules:
     gradient_part: float = 1.0
 
 
+ANYWHERE = Rules(state_part=0.0, gradient_part=0.0)
+"""Where no state is held, and only seconds count."""
+
+
 @dataclass(frozen=True)
 class BlockBound:
     """Of one call and micro-batch: (seconds of forward and backward, bytes of state), and the

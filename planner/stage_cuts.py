@@ -55,6 +55,24 @@ def best_cuts(
     return cuts if np.isfinite(cuts.cost_s) else None
 
 
+def least_split_s(seconds: Array, prompt: Array, forward: Array, micro_batches: int) -> float:
+    """The least step where a backward is split; of every stage `prompt` and `forward` are the least
+    seconds of what is not the weights' half, h = F + B, and of F alone.
+
+    No step is less than M t of the slowest stage, t = F + B + W, and what the others add to the
+    fill, F + B - r min(B, W) of r rounds: no less than F + (1 - r) B, nor than (1 + r) h - r t,
+    whose t is at most that of the slowest.
+    """
+    rounds = fill_rounds(len(seconds), micro_batches)
+    early, late = rounds * forward + (1 - rounds) * prompt, (1 + rounds) * prompt
+
+    def cheapest(limit: float) -> Cuts:
+        fill = early if limit == np.inf else np.maximum(early, late - rounds * limit)
+        return _shortest_but_one(np.where(seconds <= limit, fill, np.inf))
+
+    return float(_lowered_limit(micro_batches, seconds, cheapest).cost_s)
+
+
 def relaxed_seconds(problem: StageProblem) -> Array:
     """[stages, blocks + 1, blocks + 1]: lower bounds of a stage's seconds per micro-batch.
 
@@ -223,6 +241,26 @@ def _shortest_path(seconds: Array) -> Cuts:
     for origin in reversed(origins):
         at.append(int(origin[at[-1]]))
     return Cuts(float(reached[end]), (0, *reversed(at)))
+
+
+def _shortest_but_one(seconds: Array) -> Cuts:
+    """As `_shortest_path`, of all stages but one."""
+    end = seconds.shape[1] - 1
+    free = np.where(np.isfinite(seconds), 0.0, np.inf)
+    whole, less = seconds[0, 0], free[0, 0]  # of all stages so far, and of all but one
+    origins = []
+    for stage in range(1, seconds.shape[0]):
+        added, now = whole[:, None] + seconds[stage], whole[:, None] + free[stage]
+        before = less[:, None] + seconds[stage]
+        best = np.minimum(now, before)
+        origins.append((added.argmin(axis=0), best.argmin(axis=0), now <= before))
+        whole, less = added.min(axis=0), best.min(axis=0)
+    at, is_less = [end], True
+    for of_whole, of_less, is_now in reversed(origins):
+        origin = int((of_less if is_less else of_whole)[at[-1]])
+        is_less = is_less and not is_now[origin, at[-1]]
+        at.append(origin)
+    return Cuts(float(less[end]), (0, *reversed(at)))
 
 
 def least_maximum(values: Array) -> float:

@@ -2,10 +2,11 @@
 
 Input: a `StageProblem` with a stage per rank; per rank, what its stages hold at their fullest
 moments. Output: seconds that the slowest rank takes for a micro-batch at least. Any share of the
-blocks is allowed, in any order, with kept values in fractions. Of the longest run a rank may have
-any number, of the other blocks any set: for a limit on the seconds of every rank, the most blocks
-of the longest run that all can take are counted by dynamic programming over those sets, and the
-least limit at which they are enough is searched for.
+blocks is allowed, in any order, with kept values in fractions; but the first rank has the model's
+first block, and the last one its last. Of the longest run a rank may have any number, of the other
+blocks any set: for a limit on the seconds of every rank, the most blocks of the longest run that
+all can take are counted by dynamic programming over those sets, and the least limit at which they
+are enough is searched for.
 """
 
 from __future__ import annotations
@@ -89,11 +90,11 @@ class _Shares:
     def _may_have(self, rank: int, mine: int) -> bool:
         """Whether the first block of the model is on the first rank, and its last one on the last,
         where they are not of the longest run."""
-        blocks, ranks = self.problem.block_runs, len(self.moments)
-        first, last = 1, 1 << len(self.others) - 1
-        ends = [(0, first)] if blocks[0] != self.longest else []
-        ends += [(ranks - 1, last)] if blocks[-1] != self.longest else []
-        return all(bool(mine & bit) == (rank == of) for of, bit in ends)
+        blocks, last = self.problem.block_runs, len(self.moments) - 1
+        if blocks[0] != self.longest and bool(mine & 1) != (rank == 0):
+            return False
+        top = 1 << len(self.others) >> 1
+        return blocks[-1] == self.longest or bool(mine & top) == (rank == last)
 
     @cached_property
     def seconds(self) -> Array:

@@ -7,6 +7,7 @@ the solver of `planner.stages` minimises.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ir.schedules import Held
 from planner.schedule import SCHEDULES, StageTime, bubble_s, in_flight, pipeline_step_s
@@ -46,6 +47,12 @@ class Run:
 def fastest_s(runs: Sequence[Run]) -> tuple[float, ...]:
     """Of a block of each run, at its fastest point."""
     return tuple(min(p.forward_s + p.backward_s for p in run.points) for run in runs)
+
+
+@lru_cache(maxsize=64)
+def _block_runs(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """The run of each block, of so many blocks by run."""
+    return tuple(r for r, count in enumerate(counts) for _ in range(count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,7 @@ class StageProblem:
     @property
     def block_runs(self) -> tuple[int, ...]:
         """The run of each block, in model order."""
-        return tuple(r for r, run in enumerate(self.runs) for _ in range(run.count))
+        return _block_runs(tuple(run.count for run in self.runs))
 
     def runs_at(self, stage: int) -> tuple[Run, ...]:
         """The runs on the device of a stage."""

@@ -43,6 +43,7 @@ class Supply:
         self.known_sharded: dict[tuple[Any, ...], ShardingResult] = {}
         self.known_pieces: dict[tuple[Any, ...], Pieces] = {}
         self.known_alone: dict[int, Pieces] = {}
+        self.known_costs: dict[Mesh, CostModel] = {}
         self.least = LeastCosts(
             work, cluster, self.cost, self.alone, self.shardings, self.lowered,
             lambda candidate: self.pieces(candidate, 0.0),
@@ -52,8 +53,11 @@ class Supply:
         """Of the devices that a mesh uses."""
         if self.only is None:
             return least_cost(self.cluster, mesh)
-        main = cost_model(self.cluster, mesh)
-        return fastest(main, (cost for cost in rank_costs(main) if place_of(cost) == self.only))
+        if mesh not in self.known_costs:
+            main = cost_model(self.cluster, mesh)
+            here = (cost for cost in rank_costs(main) if place_of(cost) == self.only)
+            self.known_costs[mesh] = fastest(main, here)
+        return self.known_costs[mesh]
 
     def alone(self, rows: int) -> Pieces:
         """The pieces of one device."""

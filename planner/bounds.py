@@ -145,8 +145,10 @@ class Bounds:
         if self._sharing(candidate) > 1:
             return 0.0
         least, ranks = self.least, candidate.mesh.pipeline
+        cost, state = self.least.cost_of(candidate.mesh), least.state.total(candidate)
         sends_s = (candidate.stages - 1) * SENDS * least.moves.least_send_s(candidate)
-        more_s = self._more_s(candidate)
+        more_s = least.again_s(candidate) + least.beside_s(candidate)
+        more_s += self._problem.added_s(candidate, cost, state)
         exchange_s = 0.0 if self.cluster.calibration else least.state.exchange_s(candidate)
         once_s = self._latency_s(candidate, exchange_s) / ranks
         return once_s + max(
@@ -154,13 +156,6 @@ class Bounds:
             + weights["move"] * sends_s + max(0.0, weights["late move"]) * more_s
             for weights in _phase_weights(candidate, steady)
         )
-
-    def _more_s(self, candidate: Candidate) -> float:
-        """Of a micro-batch through all blocks, beside what their sharding decides: run again, inside
-        the data axis, gradients added up."""
-        cost, state = self.least.cost_of(candidate.mesh), self.least.state.total(candidate)
-        more_s = self.least.again_s(candidate) + self.least.beside_s(candidate)
-        return more_s + self._problem.added_s(candidate, cost, state)
 
     def _latency_s(self, candidate: Candidate, exchange_s: float) -> float:
         """Of exchanging gradients, beside what their bytes take when they are cut evenly."""
@@ -185,8 +180,7 @@ class Bounds:
         least, ranks = self.least, range(candidate.mesh.pipeline)
         problem = self._problem.of(candidate, with_exchange=True)
         pace_s = least_pace_s(problem, [least.moments(candidate, rank) for rank in ranks])
-        sum_s = least.total_s(candidate) + self._more_s(candidate)
-        sum_s += sum(problem.exposed_send_s(rank) for rank in ranks)
+        sum_s = least.total_s(candidate) + sum(problem.exposed_send_s(rank) for rank in ranks)
         once_s = sum(run.count * (run.sync_s + run.optimizer_s) for run in problem.runs)
         return self._step_s(candidate, pace_s, sum_s) + once_s / len(ranks)
 

@@ -57,7 +57,7 @@ class LeastProblem:
             ),
             held=tuple(self._held(candidate, rank) for rank in range(mesh.pipeline)),
             unlike=unlike,
-            round_s=(virtual - 1) * self.least.moves.send_s(candidate, cost) if virtual > 1 else 0.0,
+            round_s=(virtual - 1) * self.least.moves.send_s(candidate, cost),
         )  # fmt: skip
 
     def _runs(self, candidate: Candidate, once: float, choose: Choose) -> tuple[Run, ...]:

@@ -1,12 +1,12 @@
-"""The least pace of ranks with several stages, whatever blocks each of them has.
+"""The least step of ranks with several stages, whatever blocks each of them has.
 
 Input: a `StageProblem` with a stage per rank; per rank, what its stages hold at their fullest
-moments. Output: seconds that the slowest rank takes for a micro-batch at least. Any share of the
-blocks is allowed, in any order, with kept values in fractions; but the first rank has the model's
-first block, and the last one its last. Of the longest run a rank may have any number, of the other
-blocks any set: for a limit on the seconds of every rank, the most blocks of the longest run that
-all can take are counted by dynamic programming over those sets, and the least limit at which they
-are enough is searched for.
+moments, and how long it waits at least. Output: seconds that the rank which takes longest does, for
+all micro-batches with its wait. Any share of the blocks is allowed, in any order, with kept values
+in fractions; but the first rank has the model's first block, and the last one its last. Of the
+longest run a rank may have any number, of the other blocks any set: for a limit on the seconds of
+every rank, the most blocks of the longest run that all can take are counted by dynamic programming
+over those sets, and the least limit at which they are enough is searched for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from math import inf
 import numpy as np
 
 from ir.schedules import Held
-from planner.interleave import least_blocks
+from planner.interleaved_cuts import least_of
 from planner.stage_cuts import Array, indifferent_prices
 from planner.stage_problem import Point, Run, StageProblem
 
@@ -29,15 +29,16 @@ MOST_OTHERS = 6
 Moments = tuple[tuple[Held, ...], ...]
 
 
-def least_pace_s(problem: StageProblem, moments: Sequence[Moments]) -> float:
+def least_slowest_s(
+    problem: StageProblem, moments: Sequence[Moments], leads_s: Sequence[float]
+) -> float:
     """Infinity if no share fits the memory; 0 for models of too many kinds of blocks."""
     blocks = problem.block_runs
     longest = max(range(len(problem.runs)), key=lambda r: problem.runs[r].count)
     others = tuple(r for r in blocks if r != longest)
     if len(others) > MOST_OTHERS:
         return 0.0
-    share = _Shares(problem, tuple(moments), longest, others)
-    return share.least_pace_s()
+    return _Shares(problem, tuple(moments), tuple(leads_s), longest, others).least_slowest_s()
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class _Shares:
 
     problem: StageProblem
     moments: tuple[Moments, ...]
+    leads_s: tuple[float, ...]
     longest: int
     others: tuple[int, ...]
 
@@ -57,8 +59,8 @@ class _Shares:
     def sets(self) -> range:
         return range(2 ** len(self.others))
 
-    def least_pace_s(self) -> float:
-        """By bisection over the seconds that some share of a rank takes."""
+    def least_slowest_s(self) -> float:
+        """By bisection over the seconds that some share of a rank takes in all."""
         limits = np.unique(self.seconds[np.isfinite(self.seconds)])
         if not len(limits) or not self._is_enough(float(limits[-1])):
             return inf
@@ -98,7 +100,8 @@ class _Shares:
 
     @cached_property
     def seconds(self) -> Array:
-        """[rank, set, number]: least seconds of a rank with those blocks; infinity if too large."""
+        """[rank, set, number]: least seconds of a rank with those blocks, of all micro-batches and
+        its wait; infinity if too large."""
         known: dict[tuple[object, ...], Array] = {}
         rows, problem = [], self.problem
         for rank, moments in enumerate(self.moments):
@@ -106,7 +109,7 @@ class _Shares:
             key = (problem.exposed_send_s(rank), moments, kind)
             if key not in known:
                 known[key] = np.stack([self._of_rank(rank, mine) for mine in self.sets])
-            rows.append(known[key])
+            rows.append(problem.micro_batches * known[key] + self.leads_s[rank])
         return np.stack(rows)
 
     def _of_rank(self, rank: int, mine: int) -> Array:
@@ -142,7 +145,7 @@ class _Shares:
         number of blocks, and all but `others` of those are of the longest run."""
         most = np.zeros(len(numbers))
         stages = len(self.moments) * len(moments[0])
-        least = least_blocks(self.problem, stages)
+        least = least_of(self.problem, stages)
         for moment in moments:
             held = sorted(h.forward for h in moment)
             forced = [h for h in held for _ in range(least)]

@@ -104,6 +104,11 @@ class StageProblem:
         """The run of each block, in model order."""
         return _block_runs(tuple(run.count for run in self.runs))
 
+    @property
+    def virtual(self) -> int:
+        """Stages per rank."""
+        return self.stages // len(self.moments) if self.moments else 1
+
     def runs_at(self, stage: int) -> tuple[Run, ...]:
         """The runs on the device of a stage."""
         return self.unlike[stage] if self.unlike else self.runs
@@ -187,7 +192,7 @@ def price(problem: StageProblem, assignment: Assignment, bound_s: float = 0.0) -
         for runs, stage in ((problem.runs_at(s), stage) for s, stage in enumerate(assignment))
     )
     weight_s = weights_s(problem, assignment)
-    shape = problem.micro_batches, problem.schedule
+    shape = problem.micro_batches, problem.schedule, problem.virtual
     step_s = pipeline_step_s(times, *shape, weight_s=weight_s) + tail_s
     bound_s = min(bound_s, step_s)
     return StagePlan(

@@ -151,13 +151,20 @@ class Bounds:
 
     def _first_stages(self, candidate: Candidate) -> list[float]:
         """The least seconds of the first stage of every rank but the last."""
-        found, variant_of = self.least.blocks(candidate), self.work.variant_of
-        each_s = [found[variant_of[n]].curve.corners[0][0] for n in range(len(variant_of))]
-        least = least_blocks(len(each_s), candidate.stages, unlike=bool(self.of_ranks))
+        calls = len(self.work.graph.calls)
+        least = least_blocks(calls, candidate.stages, unlike=bool(self.of_ranks))
         return [
-            least * min(each_s[least * q : len(each_s) - least * (candidate.stages - 1 - q)])
+            least * min(self._each_s(candidate, q)[
+                least * q : calls - least * (candidate.stages - 1 - q)
+            ])
             for q in range(candidate.mesh.pipeline - 1)
         ]
+
+    def _each_s(self, candidate: Candidate, rank: int) -> list[float]:
+        """Per call, every node by its fastest strategy on the devices of a rank."""
+        found = (self.of_ranks[rank] if self.of_ranks else self.least).blocks(candidate)
+        of_calls = range(len(self.work.graph.calls))
+        return [found[self.work.variant_of[n]].curve.corners[0][0] for n in of_calls]
 
     def _sharing(self, candidate: Candidate) -> float:
         return self.least.cost_of(candidate.mesh).core_sharing
@@ -245,8 +252,8 @@ class Bounds:
         pace_s, sharing = least_maximum(seconds), self._sharing(candidate)
         if pace_s == inf:
             return inf
-        parts = [self._part_s(candidate, problem, phases) for phases in (PROMPT, FORWARD)]
-        step_s = least_split_s(seconds, *parts, candidate.micro_batches) / sharing + tail_s
+        prompt, forward = (self._part_s(candidate, problem, p) for p in (PROMPT, FORWARD))
+        step_s = least_split_s(seconds, prompt, forward, candidate.micro_batches) / sharing + tail_s
         if self.of_ranks:
             return step_s
         alone_s = self._step_s(candidate, pace_s, 0.0) + sum(problem.send_s) / sharing

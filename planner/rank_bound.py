@@ -109,8 +109,21 @@ class _Shares:
             key = (problem.exposed_send_s(rank), moments, kind)
             if key not in known:
                 known[key] = np.stack([self._of_rank(rank, mine) for mine in self.sets])
-            rows.append(problem.micro_batches * known[key] + self.leads_s[rank])
+            row = problem.micro_batches * known[key] + self.leads_s[rank]
+            row[[not self._is_placed(rank, mine) for mine in self.sets]] = inf
+            rows.append(row)
         return np.stack(rows)
+
+    def _is_placed(self, rank: int, mine: int) -> bool:
+        """Whether the model's first block is among those if the rank is the first one, and not if
+        it is another; and its last block on the last rank."""
+        blocks, last = self.problem.block_runs, len(self.moments) - 1
+        ends = []
+        if blocks[0] != self.longest:
+            ends.append(bool(mine & 1) == (rank == 0))
+        if blocks[-1] != self.longest:
+            ends.append(bool(mine >> (len(self.others) - 1)) == (rank == last))
+        return all(ends)
 
     def _of_rank(self, rank: int, mine: int) -> Array:
         """[number]: by duality, over some prices of a byte: any price gives a bound."""
@@ -138,17 +151,21 @@ class _Shares:
             best = np.maximum(best, total - price * room)
         smallest = sum(n * size.min(axis=0) for n, size in zip(counts, sizes, strict=True))
         best += self.problem.exposed_send_s(rank)
-        return np.where(smallest <= room * (1 + 1e-9), best, inf)
+        is_enough = numbers + len(runs) >= self._least * len(self.moments[rank][0])
+        return np.where(is_enough & (smallest <= room * (1 + 1e-9)), best, inf)
+
+    @property
+    def _least(self) -> int:
+        """Blocks of a stage."""
+        return least_of(self.problem, len(self.moments) * len(self.moments[0][0]))
 
     def _held(self, moments: Moments, numbers: Array, others: int) -> Array:
         """[number]: micro-batches held per block, at least: every stage of the rank has its least
         number of blocks, and all but `others` of those are of the longest run."""
         most = np.zeros(len(numbers))
-        stages = len(self.moments) * len(moments[0])
-        least = least_of(self.problem, stages)
         for moment in moments:
             held = sorted(h.forward for h in moment)
-            forced = [h for h in held for _ in range(least)]
+            forced = [h for h in held for _ in range(self._least)]
             forced = forced[: max(0, len(forced) - others)]
             places = np.minimum(numbers, len(forced))
             sums = np.concatenate([[0.0], np.cumsum(forced)])[places.astype(int)]

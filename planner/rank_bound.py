@@ -2,11 +2,11 @@
 
 Input: a `StageProblem` with a stage per rank; per rank, what its stages hold at their fullest
 moments, and how long it waits at least. Output: seconds that the rank which takes longest does, for
-all micro-batches with its wait. Any share of the blocks is allowed, in any order, with kept values
-in fractions; but the first rank has the model's first block, and the last one its last. Of the
-longest run a rank may have any number, of the other blocks any set: for a limit on the seconds of
-every rank, the most blocks of the longest run that all can take are counted by dynamic programming
-over those sets, and the least limit at which they are enough is searched for.
+all micro-batches with its wait. Any share of the
+blocks is allowed, in any order, with kept values in fractions. Of the longest run a rank may have
+any number, of the other blocks any set: for a limit on the seconds of every rank, the most blocks
+of the longest run that all can take are counted by dynamic programming over those sets, and the
+least limit at which they are enough is searched for.
 """
 
 from __future__ import annotations
@@ -78,25 +78,16 @@ class _Shares:
         takes = np.where(self.seconds <= limit_s, np.arange(self.count + 1), -inf).max(axis=2)
         most = np.full(len(self.sets), -inf)
         most[0] = 0
-        for rank, of_rank in enumerate(takes):
+        for of_rank in takes:
             reached = np.full(len(self.sets), -inf)
             for mine in self.sets:
-                if of_rank[mine] < 0 or not self._may_have(rank, mine):
+                if of_rank[mine] < 0:
                     continue
                 free = [s for s in self.sets if not s & mine]
                 joined = [s | mine for s in free]
                 np.maximum.at(reached, joined, most[free] + of_rank[mine])
             most = reached
         return bool(most[-1] >= self.count)
-
-    def _may_have(self, rank: int, mine: int) -> bool:
-        """Whether the first block of the model is on the first rank, and its last one on the last,
-        where they are not of the longest run."""
-        blocks, last = self.problem.block_runs, len(self.moments) - 1
-        if blocks[0] != self.longest and bool(mine & 1) != (rank == 0):
-            return False
-        top = 1 << len(self.others) >> 1
-        return blocks[-1] == self.longest or bool(mine & top) == (rank == last)
 
     @cached_property
     def seconds(self) -> Array:

@@ -26,6 +26,7 @@ from ir.stage_devices import (
 from ir.variants import variants
 from planner import plan
 from planner.calibrated import cost_model
+from planner.least_costs import LeastCosts
 from planner.pins import Candidate, read_pins
 from planner.places import Supplies
 from planner.rank_costs import least_cost, rank_costs
@@ -120,6 +121,23 @@ def test_nothing_is_slower_under_the_least_costs() -> None:
         assert parts[0] < parts[1]  # the links of H100 are faster
         assert least.collective_s("all_reduce", size, "tensor") == parts[0]
         assert least.send_s(size, 0) == main.send_s(size, 0)
+
+
+def test_a_kind_of_place_is_priced_once_whatever_the_other_ranks_have() -> None:
+    graph, cluster = chain(), Cluster.parse("1x2xH100-SXM+1x2xA100-40GB+1x2xL40S")
+    batch_flow = flow(graph)
+    work = Workload(graph, batch_flow, variants(graph, batch_flow), 8, "adamw")
+    supplies = Supplies(Supply(work, cluster, read_pins({}), is_whole_batch=False))
+
+    def first(mesh: Mesh) -> LeastCosts:
+        return supplies.least_of_ranks(Candidate(mesh, 1, "1f1b", 8))[0]
+
+    three, two = Mesh(pipeline=3, tensor=2), Mesh(pipeline=2, tensor=2)
+    assert first(three).known_blocks is first(two).known_blocks
+    assert first(three).known_totals is first(two).known_totals
+    whole = Mesh(pipeline=3, data=2)  # other places of the same devices
+    assert first(three).known_blocks is not first(whole).known_blocks
+    assert first(three).known_frontiers is first(whole).known_frontiers
 
 
 def test_the_faster_device_gets_more_layers() -> None:

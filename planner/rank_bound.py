@@ -97,11 +97,12 @@ class _Shares:
         rows, problem = [], self.problem
         for rank, moments in enumerate(self.moments):
             kind = (problem.unlike[rank], problem.capacity_bytes[rank]) if problem.unlike else ()
-            key = (problem.exposed_send_s(rank), moments, kind)
-            if key not in known:
-                known[key] = np.stack([self._of_rank(rank, mine) for mine in self.sets])
-            row = problem.micro_batches * known[key] + self.leads_s[rank]
-            row[[not self._is_placed(rank, mine) for mine in self.sets]] = inf
+            row = np.full((len(self.sets), self.count + 1), inf)
+            for mine in (m for m in self.sets if self._is_placed(rank, m)):
+                key = (problem.exposed_send_s(rank), moments, kind, mine)
+                if key not in known:
+                    known[key] = self._of_rank(rank, mine)
+                row[mine] = problem.micro_batches * known[key] + self.leads_s[rank]
             rows.append(row)
         return np.stack(rows)
 

@@ -39,11 +39,9 @@ class LeastMoves:
     def send_s(self, candidate: Candidate, cost: CostModel, stage: int | None = None) -> float:
         """There and back, of a micro-batch, where the least crosses and is cut evenly; from a
         pipeline rank to the next one, or from the last to the first."""
-        tensor = candidate.mesh.tensor
-        return min(
-            sum(cost.send_s(size // tensor, stage) for size in sizes)
-            for sizes in self._crossings(candidate.rows)
-        ) * (1 if cost.sends_meet else 2)
+        tensor, crossings = candidate.mesh.tensor, self._crossings(candidate.rows)
+        each = (sum(cost.send_s(size // tensor, stage) for size in sizes) for sizes in crossings)
+        return min(each, default=0.0) * (1 if cost.sends_meet else 2)
 
     def least_send_s(self, candidate: Candidate) -> float:
         """Of the two neighbouring stages that are joined best; 0 without a pipeline."""

@@ -94,28 +94,32 @@ class _Shares:
         """[rank, set, number]: least seconds of a rank with those blocks, of all micro-batches and
         its wait; infinity if too large."""
         known: dict[tuple[object, ...], Array] = {}
-        rows, problem = [], self.problem
+        problem, count = self.problem, self.problem.micro_batches
+        found = np.full((len(self.moments), len(self.sets), self.count + 1), inf)
         for rank, moments in enumerate(self.moments):
             kind = (problem.unlike[rank], problem.capacity_bytes[rank]) if problem.unlike else ()
-            row = np.full((len(self.sets), self.count + 1), inf)
-            for mine in (m for m in self.sets if self._is_placed(rank, m)):
-                key = (problem.exposed_send_s(rank), moments, kind, mine)
+            for mine in self._placed(rank):
+                key = (mine, problem.exposed_send_s(rank), moments, kind)
                 if key not in known:
                     known[key] = self._of_rank(rank, mine)
-                row[mine] = problem.micro_batches * known[key] + self.leads_s[rank]
-            rows.append(row)
-        return np.stack(rows)
+                found[rank, mine] = count * known[key] + self.leads_s[rank]
+        return found
 
-    def _is_placed(self, rank: int, mine: int) -> bool:
-        """Whether the model's first block is among those if the rank is the first one, and not if
-        it is another; and its last block on the last rank."""
-        blocks, last = self.problem.block_runs, len(self.moments) - 1
-        ends = []
-        if blocks[0] != self.longest:
-            ends.append(bool(mine & 1) == (rank == 0))
-        if blocks[-1] != self.longest:
-            ends.append(bool(mine >> (len(self.others) - 1)) == (rank == last))
-        return all(ends)
+    def _placed(self, rank: int) -> list[int]:
+        """The sets with the model's first block on the first rank, its last one on the last."""
+        first = last = 0
+        if self._ends[0] != self.longest:
+            first = 1
+        if self._ends[1] != self.longest:
+            last = 1 << (len(self.others) - 1)
+        there = (first if rank == 0 else 0) | (last if rank == len(self.moments) - 1 else 0)
+        return [mine for mine in self.sets if mine & (first | last) == there]
+
+    @cached_property
+    def _ends(self) -> tuple[int, int]:
+        """The runs of the first and of the last block."""
+        blocks = self.problem.block_runs
+        return blocks[0], blocks[-1]
 
     def _of_rank(self, rank: int, mine: int) -> Array:
         """[number]: by duality, over some prices of a byte: any price gives a bound."""
@@ -146,7 +150,7 @@ class _Shares:
         is_enough = numbers + len(runs) >= self._least * len(self.moments[rank][0])
         return np.where(is_enough & (smallest <= room * (1 + 1e-9)), best, inf)
 
-    @property
+    @cached_property
     def _least(self) -> int:
         """Blocks of a stage."""
         return least_of(self.problem, len(self.moments) * len(self.moments[0][0]))

@@ -9,6 +9,9 @@ Input: a candidate. Output: seconds of a step, at four levels, each closer and s
     (3) the same, by a linear program of its own
     (4) the best cuts into stages, each recomputing what its own memory asks for
 
+Ranks on different devices can't share all evenly, nor need their blocks agree: for them (2) and (3)
+are cuts as well, of blocks whose nodes, or whose shardings, are the fastest.
+
 What they are made of is in `planner.least_costs` and `planner.least_problem`.
 """
 

@@ -1,6 +1,6 @@
 """Lower bounds of candidates: what no sharding, kept values or cuts beat under the cost model.
 
-Input: a candidate. Output: seconds of a step, at four levels, each closer and slower to find.
+Input: a candidate. Output: seconds of a step, at five levels, each closer and slower to find.
 
     (1) every node takes what its fastest strategy takes and nothing is communicated; stages share
         all work evenly, but no layer is cut; recomputation makes room for all stages together
@@ -8,6 +8,7 @@ Input: a candidate. Output: seconds of a step, at four levels, each closer and s
         together, as far as others with the same local shapes tell
     (3) the same, by a linear program of its own
     (4) the best cuts into stages, each recomputing what its own memory asks for
+    (5) the same where ranks have several stages, with the exchange of gradients in their sharding
 
 Ranks on different devices can't share all evenly, nor need their blocks agree: for them (2) and (3)
 are cuts as well, of blocks whose nodes, or whose shardings, are the fastest.
@@ -29,7 +30,7 @@ from ir.cluster import Cluster
 from ir.schedules import splits_backward
 from planner.interleaved_cuts import least_blocks
 from planner.least_costs import LeastCosts
-from planner.least_problem import Choose, LeastProblem
+from planner.least_problem import Choose, Exchange, LeastProblem
 from planner.phases import PHASES, Phase
 from planner.pins import Candidate
 from planner.rank_bound import least_slowest_s
@@ -172,10 +173,13 @@ class Bounds:
     def _sharing(self, candidate: Candidate) -> float:
         return self.least.cost_of(candidate.mesh).core_sharing
 
-    # (2), (3) and (4)
+    # (2) to (5)
 
     def close_s(self, candidate: Candidate, level: int) -> float:
-        """As `quick_s`, closer: (2), (3) or (4)."""
+        """As `quick_s`, closer: (2) to (5); 0 where a level has nothing to add."""
+        if level == 5:
+            is_closer = candidate.virtual_stages > 1 and self._problem.has_exchange(candidate)
+            return self._shares_s(candidate, Exchange.TOGETHER) if is_closer else 0.0
         if level == 4:
             return self._cuts_s(candidate)
         if candidate.mesh.tensor == 1 and (level == 2 or self.of_ranks):
@@ -222,7 +226,7 @@ class Bounds:
         """By the best cuts into ranks or, for ranks of several stages, the best share of blocks."""
         sharing = self._sharing(candidate)
         if candidate.virtual_stages > 1:
-            return self._shares_s(candidate, choose)
+            return self._shares_s(candidate, Exchange.APART, choose)
         problem = self._problem.of(candidate, choose=choose)
         seconds, tails = relaxed_seconds(problem), tail_seconds(problem)
         if splits_backward(candidate.schedule):
@@ -231,12 +235,13 @@ class Bounds:
         cuts = best_cuts(seconds, tails, candidate.micro_batches)
         return inf if cuts is None else float(cuts.cost_s) / sharing
 
-    def _shares_s(self, candidate: Candidate, choose: Choose) -> float:
+    def _shares_s(
+        self, candidate: Candidate, exchange: Exchange, choose: Choose = "curves"
+    ) -> float:
         """By the best share of the blocks for ranks of several stages. The exchange of gradients of
         repeated blocks is in their seconds: the slowest rank has its own."""
         least, ranks = self.least, range(candidate.mesh.pipeline)
-        is_closest = choose == "curves"
-        problem = self._problem.of(candidate, with_exchange=is_closest, choose=choose)
+        problem = self._problem.of(candidate, exchange, choose)
         moments = [least.moments(candidate, rank) for rank in ranks]
         slowest_s = least_slowest_s(problem, moments, self.leads_s(candidate))
         sum_s = sum(problem.exposed_send_s(rank) for rank in ranks)

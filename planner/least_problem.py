@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Literal, TypeAlias
 
 from ir.schedules import Held, splits_backward
@@ -23,6 +24,15 @@ Choose: TypeAlias = Literal["nodes", "fastest", "curves"]
 what no sharding beats that holds as many bytes; each closer and slower to find."""
 
 
+class Exchange(Enum):
+    """What the tensor and data axes do once per step with the gradients of blocks that repeat: left
+    out, or in the seconds of these, as if parameters were cut evenly or by one sharding for all."""
+
+    LEFT_OUT = auto()
+    APART = auto()
+    TOGETHER = auto()
+
+
 @dataclass(frozen=True)
 class LeastProblem:
     """`of_ranks`: per pipeline rank the least that its own devices take, where ranks lie on
@@ -32,13 +42,13 @@ class LeastProblem:
     of_ranks: Sequence[LeastCosts] = ()
 
     def of(
-        self, candidate: Candidate, *, with_exchange: bool = False, choose: Choose = "curves"
-    ) -> StageProblem:
-        """`with_exchange`: what the tensor and data axes do once per step with the gradients of
-        blocks that repeat is in the seconds of these."""
+        self, candidate: Candidate, exchange: Exchange = Exchange.LEFT_OUT,
+        choose: Choose = "curves",
+    ) -> StageProblem:  # fmt: skip
         mesh, cost = candidate.mesh, self.least.cost_of(candidate.mesh)
-        is_one = mesh.tensor == 1 or candidate.zero > 1 or self.least.cluster.calibration
-        once, virtual = 1.0 if with_exchange and not is_one else 0.0, candidate.virtual_stages
+        if not self.has_exchange(candidate):
+            exchange = Exchange.LEFT_OUT
+        virtual = candidate.virtual_stages
         capacity_bytes = (float(cost.capacity_bytes),) * mesh.pipeline
         unlike: tuple[tuple[Run, ...], ...] = ()
         if self.of_ranks:
@@ -46,10 +56,10 @@ class LeastProblem:
                 float(least.cost_of(mesh).capacity_bytes) for least in self.of_ranks
             )
             kinds = {id(x): LeastProblem(x) for x in self.of_ranks}
-            of_kinds = {key: kind._runs(candidate, once, choose) for key, kind in kinds.items()}
+            of_kinds = {key: kind._runs(candidate, exchange, choose) for key, kind in kinds.items()}
             unlike = tuple(of_kinds[id(least)] for least in self.of_ranks)
         return StageProblem(
-            self._runs(candidate, once, "nodes" if unlike else choose), mesh.pipeline,
+            self._runs(candidate, exchange, "nodes" if unlike else choose), mesh.pipeline,
             candidate.micro_batches, candidate.schedule, capacity_bytes,
             tuple(
                 virtual * self.least.moves.send_s(candidate, cost, stage)
@@ -60,35 +70,47 @@ class LeastProblem:
             round_s=(virtual - 1) * self.least.moves.send_s(candidate, cost),
         )  # fmt: skip
 
-    def _runs(self, candidate: Candidate, once: float, choose: Choose) -> tuple[Run, ...]:
+    def has_exchange(self, candidate: Candidate) -> bool:
+        """Whether what the axes do once per step can be told apart and depends on shardings."""
+        is_measured = self.least.cluster.calibration is not None
+        return candidate.mesh.tensor > 1 and candidate.zero < 2 and not is_measured
+
+    def _runs(self, candidate: Candidate, exchange: Exchange, choose: Choose) -> tuple[Run, ...]:
         """What all blocks take at least."""
         least, cost = self.least, self.least.cost_of(candidate.mesh)
-        exchange_s = least.state.exchange_s(candidate) if once else 0.0
-        blocks = self.blocks(candidate, choose, once, exchange_s)
+        exchange_s = 0.0
+        if exchange is not Exchange.LEFT_OUT:
+            exchange_s = least.state.exchange_s(candidate)
+        together_s = exchange_s if exchange is Exchange.TOGETHER else None
+        blocks = self._blocks(candidate, choose, together_s)
         runs = []
         for variant, count, state in least.state.runs(candidate):
             added_s = self.added_s(candidate, cost, state) / count
             added_s += (state.gather_s + state.scatter_s) / count
+            sync_s, moved_s = state.sync_s, exchange_s * state.summed_bytes
+            if len(least.work.kinds[variant].calls) > 1:
+                sync_s = max(0.0, sync_s - moved_s)
+                if exchange is Exchange.APART:
+                    added_s += moved_s / count / candidate.micro_batches
             shardings = self._shardings(candidate, blocks[variant], state, count)
             points = self._points(candidate, variant, added_s, shardings)
-            sync_s = state.sync_s
-            if len(least.work.kinds[variant].calls) > 1:
-                sync_s = max(0.0, sync_s - exchange_s * state.summed_bytes)
             ends = sync_s / count, state.update_s / count
             runs.append(Run(str(variant), count, points, *ends))
         return tuple(runs)
 
-    def blocks(
-        self, candidate: Candidate, choose: Choose, once: float = 0.0, exchange_s: float = 0.0
+    def _blocks(
+        self, candidate: Candidate, choose: Choose, exchange_s: float | None
     ) -> list[BlockBound]:
-        """A call of each variant; `once` and `exchange_s` only matter to curves. Without a tensor
-        axis there is nothing to choose."""
+        """A call of each variant; curves with what is done once per step, and the exchange of a
+        byte, if that is given. Without a tensor axis there is nothing to choose."""
         if choose == "nodes" or candidate.mesh.tensor == 1:
             return self.least.blocks(candidate)
         if choose == "fastest":
             return self.least.fastest(candidate)
+        if exchange_s is None:
+            return self.least.curves(candidate)
         count = candidate.micro_batches
-        return self.least.curves(candidate, exchange_s / count, once / count)
+        return self.least.curves(candidate, exchange_s / count, 1 / count)
 
     def _held(self, candidate: Candidate, rank: int) -> tuple[Held, ...]:
         """At the fullest moments of a rank; of several stages the least."""

@@ -157,18 +157,20 @@ class Bounds:
         """The least seconds of the first stage of every rank but the last."""
         calls = len(self.work.graph.calls)
         least = least_blocks(calls, candidate.stages, unlike=bool(self.of_ranks))
+        ranks = self.of_ranks or (self.least,) * candidate.mesh.pipeline
+        kinds = {id(kind): kind for kind in ranks}
+        of_kinds = {key: self._each_s(candidate, kind) for key, kind in kinds.items()}
         return [
-            least * min(self._each_s(candidate, q)[
+            least * min(of_kinds[id(kind)][
                 least * q : calls - least * (candidate.stages - 1 - q)
             ])
-            for q in range(candidate.mesh.pipeline - 1)
+            for q, kind in enumerate(ranks[:-1])
         ]
 
-    def _each_s(self, candidate: Candidate, rank: int) -> list[float]:
-        """Per call, every node by its fastest strategy on the devices of a rank."""
-        found = (self.of_ranks[rank] if self.of_ranks else self.least).blocks(candidate)
-        of_calls = range(len(self.work.graph.calls))
-        return [found[self.work.variant_of[n]].curve.corners[0][0] for n in of_calls]
+    def _each_s(self, candidate: Candidate, least: LeastCosts) -> list[float]:
+        """Per call, every node by its fastest strategy."""
+        found, variant_of = least.blocks(candidate), self.work.variant_of
+        return [found[variant_of[n]].curve.corners[0][0] for n in range(len(variant_of))]
 
     def _sharing(self, candidate: Candidate) -> float:
         return self.least.cost_of(candidate.mesh).core_sharing

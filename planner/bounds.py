@@ -8,7 +8,8 @@ Input: a candidate. Output: seconds of a step, at five levels, each closer and s
         together, as far as others with the same local shapes tell
     (3) the same, by a linear program of its own
     (4) the best cuts into stages, each recomputing what its own memory asks for
-    (5) the same where ranks have several stages, with the exchange of gradients in their sharding
+    (5) the same, where a sharding decides what blocks that repeat keep whole as well and, of ranks
+        with several stages, how they exchange their gradients
 
 What they are made of is in `planner.least_costs` and `planner.least_problem`.
 """
@@ -45,7 +46,7 @@ class Bounds:
 
     least: LeastCosts
     of_ranks: Sequence[LeastCosts] = ()
-    known_first: dict[tuple[int, int, int, int], list[float]] = field(default_factory=dict)
+    known_first: dict[tuple[int, int, int, int, bool], list[float]] = field(default_factory=dict)
 
     @property
     def work(self) -> Workload:
@@ -126,20 +127,23 @@ class Bounds:
         shared_s = count * sum_s / candidate.mesh.pipeline if sharing > 1 else 0.0
         return max(alone_s / sharing, shared_s)
 
-    def leads_s(self, candidate: Candidate) -> list[float]:
-        """Per rank of several stages, in which it waits at least for ranks before it: at first for
-        the forward of their first stages, at last for the backward of those. They have blocks of
-        the first ones of the model, but the last of all is on another stage."""
-        key = (candidate.mesh.tensor, candidate.rows, candidate.mesh.pipeline, candidate.stages)
+    def leads_s(self, candidate: Candidate, *, closer: bool = False) -> list[float]:
+        """Per rank of several stages, what it waits at least for ranks before it: at first for the
+        forward of their first stages, at last for the backward of those. They have blocks of the
+        first ones of the model, but the last of all is on another stage. `closer`: by shardings."""
+        shape = candidate.mesh.tensor, candidate.rows, candidate.mesh.pipeline, candidate.stages
+        key = (*shape, closer)
         if key not in self.known_first:
-            self.known_first[key] = self._first_stages(candidate)
+            self.known_first[key] = self._first_stages(candidate, closer=closer)
         send_s = self.least.moves.least_send_s(candidate)
         sends = (send_s * (SENDS if stage else 1) for stage in range(candidate.mesh.pipeline))
         return [0.0, *accumulate(map(add, self.known_first[key], sends))]
 
-    def _first_stages(self, candidate: Candidate) -> list[float]:
+    def _first_stages(self, candidate: Candidate, *, closer: bool) -> list[float]:
         """The least seconds of the first stage of every rank but the last."""
-        found, variant_of = self.least.blocks(candidate), self.work.variant_of
+        is_closer = closer and candidate.mesh.tensor > 1 and not self.of_ranks
+        found = self.least.curves(candidate) if is_closer else self.least.blocks(candidate)
+        variant_of = self.work.variant_of
         each_s = [found[variant_of[n]].curve.corners[0][0] for n in range(len(variant_of))]
         least = least_blocks(len(each_s), candidate.stages, unlike=bool(self.of_ranks))
         return [
@@ -154,11 +158,9 @@ class Bounds:
 
     def close_s(self, candidate: Candidate, level: int) -> float:
         """As `quick_s`, closer: (2) to (5); 0 where a level has nothing to add."""
-        if level == 5:
-            is_closer = candidate.virtual_stages > 1 and self._problem.has_exchange(candidate)
-            return self._shares_s(candidate, Exchange.TOGETHER) if is_closer else 0.0
-        if level == 4:
-            return self._cuts_s(candidate)
+        if level > 3:
+            has_more = candidate.mesh.tensor > 1 and not self.of_ranks
+            return self._cuts_s(candidate, closest=level == 5) if has_more or level == 4 else 0.0
         if (candidate.mesh.tensor == 1 and level == 2) or self.of_ranks:
             return 0.0  # nothing to choose; or no ranks that could share all evenly
         joint_s = self._joint_s(candidate, _steady(candidate), exact=level == 3)
@@ -197,24 +199,28 @@ class Bounds:
         total_s = state.sync_s + candidate.micro_batches * (state.gather_s + state.scatter_s)
         return max(0.0, total_s - exchange_s * self.least.state.trained_bytes(candidate))
 
-    def _cuts_s(self, candidate: Candidate) -> float:
-        """By the best cuts into ranks or, for ranks of several stages, the best share of blocks."""
+    def _cuts_s(self, candidate: Candidate, *, closest: bool) -> float:
+        """By the best cuts into ranks or, for ranks of several stages, the best share of blocks;
+        `closest`: (5)."""
         if candidate.virtual_stages > 1:
-            return self._shares_s(candidate, Exchange.APART)
-        problem, sharing = self._problem.of(candidate), self._sharing(candidate)
+            return self._shares_s(candidate, closest=closest)
+        problem = self._problem.of(candidate, joint=closest)
+        sharing = self._sharing(candidate)
         seconds, tails = relaxed_seconds(problem), tail_seconds(problem)
         if splits_backward(candidate.schedule):
             return self._split_s(candidate, problem, least_maximum(seconds))
         cuts = best_cuts(seconds, tails, candidate.micro_batches)
         return inf if cuts is None else float(cuts.cost_s) / sharing
 
-    def _shares_s(self, candidate: Candidate, exchange: Exchange) -> float:
+    def _shares_s(self, candidate: Candidate, *, closest: bool) -> float:
         """By the best share of the blocks for ranks of several stages. The exchange of gradients of
         repeated blocks is in their seconds: the slowest rank has its own."""
         least, ranks = self.least, range(candidate.mesh.pipeline)
-        problem = self._problem.of(candidate, exchange)
+        exchange = Exchange.TOGETHER if closest else Exchange.APART
+        problem = self._problem.of(candidate, exchange, joint=closest)
         moments = [least.moments(candidate, rank) for rank in ranks]
-        slowest_s = least_slowest_s(problem, moments, self.leads_s(candidate))
+        leads_s = self.leads_s(candidate, closer=True)
+        slowest_s = least_slowest_s(problem, moments, leads_s)
         sum_s = least.total_s(candidate) + sum(problem.exposed_send_s(rank) for rank in ranks)
         once_s = sum(run.count * (run.sync_s + run.optimizer_s) for run in problem.runs)
         shared_s = self._step_s(candidate, 0.0, sum_s)

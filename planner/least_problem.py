@@ -13,6 +13,7 @@ from enum import Enum, auto
 from ir.schedules import Held, splits_backward
 from planner.cost import CostModel
 from planner.least_costs import LeastCosts
+from planner.least_joint import LeastJoint
 from planner.pins import Candidate
 from planner.price import StateCost
 from planner.sharding_bound import BlockBound
@@ -36,7 +37,10 @@ class LeastProblem:
     least: LeastCosts
     of_ranks: Sequence[LeastCosts] = ()
 
-    def of(self, candidate: Candidate, exchange: Exchange = Exchange.LEFT_OUT) -> StageProblem:
+    def of(
+        self, candidate: Candidate, exchange: Exchange = Exchange.LEFT_OUT, *, joint: bool = False
+    ) -> StageProblem:
+        """`joint`: with what repeated blocks and what they keep cost together."""
         mesh, cost = candidate.mesh, self.least.cost_of(candidate.mesh)
         if not self.has_exchange(candidate):
             exchange = Exchange.LEFT_OUT
@@ -50,7 +54,7 @@ class LeastProblem:
             of_kinds = {id(x): LeastProblem(x)._runs(candidate, exchange) for x in self.of_ranks}
             unlike = tuple(of_kinds[id(least)] for least in self.of_ranks)
         return StageProblem(
-            self._runs(candidate, exchange, exact=not unlike), mesh.pipeline,
+            self._runs(candidate, exchange, exact=not unlike, joint=joint), mesh.pipeline,
             candidate.micro_batches, candidate.schedule, capacity_bytes,
             tuple(
                 virtual * self.least.moves.send_s(candidate, cost, stage)
@@ -67,7 +71,7 @@ class LeastProblem:
         return candidate.mesh.tensor > 1 and candidate.zero < 2 and not is_measured
 
     def _runs(
-        self, candidate: Candidate, exchange: Exchange, *, exact: bool = True
+        self, candidate: Candidate, exchange: Exchange, *, exact: bool = True, joint: bool = False
     ) -> tuple[Run, ...]:
         """What all blocks take at least; `exact`: by shardings, where there are any."""
         least, exact = self.least, exact and candidate.mesh.tensor > 1
@@ -75,11 +79,10 @@ class LeastProblem:
         exchange_s = 0.0
         if exchange is not Exchange.LEFT_OUT:
             exchange_s = least.state.exchange_s(candidate)
-        blocks = least.blocks(candidate)
-        if exact and exchange is Exchange.TOGETHER:
-            blocks = least.curves(candidate, exchange_s / micro_batches, 1 / micro_batches)
-        elif exact:
-            blocks = least.curves(candidate)
+        each = (0.0, 0.0)
+        if exchange is Exchange.TOGETHER:
+            each = (exchange_s / micro_batches, 1 / micro_batches)
+        blocks = least.curves(candidate, *each) if exact else least.blocks(candidate)
         runs = []
         for variant, count, state in least.state.runs(candidate):
             added_s = self.added_s(candidate, cost, state) / count
@@ -92,7 +95,12 @@ class LeastProblem:
             shardings = self._shardings(candidate, blocks[variant], state, count)
             points = self._points(candidate, variant, added_s, shardings)
             ends = sync_s / count, state.update_s / count
-            runs.append(Run(str(variant), count, points, *ends))
+            together = None
+            if joint and exact and len(least.work.kinds[variant].calls) > 1:
+                divided_bytes = least.state.divided_bytes(candidate, state) / count
+                found, rules = LeastJoint(least), least.rules(candidate, *each)
+                together = found.of(candidate, variant, rules, added_s, divided_bytes)
+            runs.append(Run(str(variant), count, points, *ends, together))
         return tuple(runs)
 
     def _held(self, candidate: Candidate, rank: int) -> tuple[Held, ...]:

@@ -8,7 +8,8 @@ Input: a candidate. Output: seconds of a step, at five levels, each closer and s
         together, as far as others with the same local shapes tell
     (3) the same, by a linear program of its own
     (4) the best cuts into stages, each recomputing what its own memory asks for
-    (5) the same where ranks have several stages, with the exchange of gradients in their sharding
+    (5) the same, where a sharding decides what blocks that repeat keep whole as well and, of ranks
+        with several stages, how they exchange their gradients
 
 Ranks on different devices can't share all evenly, nor need their blocks agree: for them (2) and (3)
 are cuts as well, of blocks whose nodes, or whose shardings, are the fastest.
@@ -35,6 +36,7 @@ from planner.phases import PHASES, Phase
 from planner.pins import Candidate
 from planner.rank_bound import least_slowest_s
 from planner.schedule import fill_rounds
+from planner.sharding_bound import BlockBound
 from planner.stage_cuts import (
     Array,
     best_cuts,
@@ -61,7 +63,7 @@ class Bounds:
 
     least: LeastCosts
     of_ranks: Sequence[LeastCosts] = ()
-    known_first: dict[tuple[int, int, int, int], list[float]] = field(default_factory=dict)
+    known_first: dict[tuple[int, int, int, int, bool], list[float]] = field(default_factory=dict)
 
     @property
     def work(self) -> Workload:
@@ -142,24 +144,29 @@ class Bounds:
         shared_s = count * sum_s / candidate.mesh.pipeline if sharing > 1 else 0.0
         return max(alone_s / sharing, shared_s)
 
-    def leads_s(self, candidate: Candidate) -> list[float]:
-        """Per rank of several stages, in which it waits at least for ranks before it: at first for
-        the forward of their first stages, at last for the backward of those. They have blocks of
-        the first ones of the model, but the last of all is on another stage."""
-        key = (candidate.mesh.tensor, candidate.rows, candidate.mesh.pipeline, candidate.stages)
+    def leads_s(self, candidate: Candidate, *, closer: bool = False) -> list[float]:
+        """Per rank of several stages, what it waits at least for ranks before it: at first for the
+        forward of their first stages, at last for the backward of those. They have blocks of the
+        first ones of the model, but the last of all is on another stage. `closer`: by shardings."""
+        shape = candidate.mesh.tensor, candidate.rows, candidate.mesh.pipeline, candidate.stages
+        key = (*shape, closer)
         if key not in self.known_first:
-            self.known_first[key] = self._first_stages(candidate)
+            self.known_first[key] = self._first_stages(candidate, closer=closer)
         send_s = self.least.moves.least_send_s(candidate)
         sends = (send_s * (SENDS if stage else 1) for stage in range(candidate.mesh.pipeline))
         return [0.0, *accumulate(map(add, self.known_first[key], sends))]
 
-    def _first_stages(self, candidate: Candidate) -> list[float]:
+    def _first_stages(self, candidate: Candidate, *, closer: bool) -> list[float]:
         """The least seconds of the first stage of every rank but the last."""
         calls = len(self.work.graph.calls)
         least = least_blocks(calls, candidate.stages, unlike=bool(self.of_ranks))
         ranks = self.of_ranks or (self.least,) * candidate.mesh.pipeline
+        is_closer = closer and candidate.mesh.tensor > 1 and not self.of_ranks
         kinds = {id(kind): kind for kind in ranks}
-        of_kinds = {key: self._each_s(candidate, kind) for key, kind in kinds.items()}
+        of_kinds = {
+            key: self._each_s(kind.curves(candidate) if is_closer else kind.blocks(candidate))
+            for key, kind in kinds.items()
+        }
         return [
             least * min(of_kinds[id(kind)][
                 least * q : calls - least * (candidate.stages - 1 - q)
@@ -167,10 +174,10 @@ class Bounds:
             for q, kind in enumerate(ranks[:-1])
         ]
 
-    def _each_s(self, candidate: Candidate, least: LeastCosts) -> list[float]:
-        """Per call, every node by its fastest strategy."""
-        found, variant_of = least.blocks(candidate), self.work.variant_of
-        return [found[variant_of[n]].curve.corners[0][0] for n in range(len(variant_of))]
+    def _each_s(self, blocks: Sequence[BlockBound]) -> list[float]:
+        """Seconds per call, of blocks by variant."""
+        variant_of = self.work.variant_of
+        return [blocks[variant_of[n]].curve.corners[0][0] for n in range(len(variant_of))]
 
     def _sharing(self, candidate: Candidate) -> float:
         return self.least.cost_of(candidate.mesh).core_sharing
@@ -179,11 +186,10 @@ class Bounds:
 
     def close_s(self, candidate: Candidate, level: int) -> float:
         """As `quick_s`, closer: (2) to (5); 0 where a level has nothing to add."""
-        if level == 5:
-            is_closer = candidate.virtual_stages > 1 and self._problem.has_exchange(candidate)
-            return self._shares_s(candidate, Exchange.TOGETHER) if is_closer else 0.0
-        if level == 4:
-            return self._cuts_s(candidate)
+        if level > 3:
+            has_more = candidate.mesh.tensor > 1 and not self.of_ranks
+            choose: Choose = "joint" if level == 5 else "curves"
+            return self._cuts_s(candidate, choose) if has_more or level == 4 else 0.0
         if candidate.mesh.tensor == 1 and (level == 2 or self.of_ranks):
             return 0.0  # nothing to choose
         if self.of_ranks:  # that can't share all evenly
@@ -224,12 +230,12 @@ class Bounds:
         total_s = state.sync_s + candidate.micro_batches * (state.gather_s + state.scatter_s)
         return max(0.0, total_s - exchange_s * self.least.state.trained_bytes(candidate))
 
-    def _cuts_s(self, candidate: Candidate, choose: Choose = "curves") -> float:
+    def _cuts_s(self, candidate: Candidate, choose: Choose) -> float:
         """By the best cuts into ranks or, for ranks of several stages, the best share of blocks."""
-        sharing = self._sharing(candidate)
         if candidate.virtual_stages > 1:
-            return self._shares_s(candidate, Exchange.APART, choose)
+            return self._shares_s(candidate, choose)
         problem = self._problem.of(candidate, choose=choose)
+        sharing = self._sharing(candidate)
         seconds, tails = relaxed_seconds(problem), tail_seconds(problem)
         if splits_backward(candidate.schedule):
             tails = np.where(np.isfinite(seconds), tails, inf)
@@ -237,15 +243,15 @@ class Bounds:
         cuts = best_cuts(seconds, tails, candidate.micro_batches)
         return inf if cuts is None else float(cuts.cost_s) / sharing
 
-    def _shares_s(
-        self, candidate: Candidate, exchange: Exchange, choose: Choose = "curves"
-    ) -> float:
+    def _shares_s(self, candidate: Candidate, choose: Choose) -> float:
         """By the best share of the blocks for ranks of several stages. The exchange of gradients of
         repeated blocks is in their seconds: the slowest rank has its own."""
         least, ranks = self.least, range(candidate.mesh.pipeline)
+        exchange = Exchange.TOGETHER if choose == "joint" else Exchange.APART
         problem = self._problem.of(candidate, exchange, choose)
         moments = [least.moments(candidate, rank) for rank in ranks]
-        slowest_s = least_slowest_s(problem, moments, self.leads_s(candidate))
+        leads_s = self.leads_s(candidate, closer=True)
+        slowest_s = least_slowest_s(problem, moments, leads_s)
         sum_s = sum(problem.exposed_send_s(rank) for rank in ranks)
         if not self.of_ranks:
             sum_s += least.total_s(candidate)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from math import inf
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ir.cluster import Cluster
 from ir.lower import Lowered
@@ -45,6 +45,7 @@ from planner.sharding_bound import (
     Rules,
     block_bound,
 )
+from planner.whole_values import WholeValues
 from planner.workload import Workload, touched_bytes
 
 KEPT_PRICES = 16
@@ -75,8 +76,10 @@ class LeastCosts:
     known_prices: dict[tuple[int, int, bool], list[tuple[float, float]]] = field(
         default_factory=dict
     )
-    known_shares: dict[tuple[str, int, int, int], float] = field(default_factory=dict)
+    known_shares: dict[tuple[str, int, int, int, int], float] = field(default_factory=dict)
     known_frontiers: dict[tuple[int, bool], tuple[Frontier, ...]] = field(default_factory=dict)
+    known_joint: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    known_whole: dict[tuple[int, int, int, bool], WholeValues] = field(default_factory=dict)
     known_left: dict[tuple[str, int], int] = field(default_factory=dict)
 
     @cached_property
@@ -143,12 +146,34 @@ class LeastCosts:
         if key not in self.known_kept:
             rows: Kept = []
             for number, curve in enumerate(self._frontiers(candidate.rows, hosts=hosts)):
-                evenness = self._evenness(candidate, number)
-                again = (min(1.0, evenness) if hosts else evenness) / tensor  # copies are even
+                again = self._again_part(candidate, number)
                 corners = [(seconds * again, size / tensor) for seconds, size in curve.corners]
                 rows.append((len(self.work.kinds[number].calls), corners))
             self.known_kept[key] = rows
         return self.known_kept[key]
+
+    def _again_part(self, candidate: Candidate, number: int) -> float:
+        """Of one device's seconds of running again, and of copies, which are even."""
+        evenness = self._evenness(candidate, number)
+        hosts = offloads_activations(candidate.offload)
+        return (min(1.0, evenness) if hosts else evenness) / candidate.mesh.tensor
+
+    def kept_program(self, candidate: Candidate, number: int) -> tuple[KeptProgram, float]:
+        """What a variant keeps on one device, and which part of its seconds a device of the mesh
+        takes at least."""
+        hosts, found = offloads_activations(candidate.offload), self.pieces_of(candidate.rows)
+        program = self._kept_program(found, number, hosts=hosts)
+        return program, self._again_part(candidate, number)
+
+    def binding_prices(self, candidate: Candidate) -> list[float]:
+        """Of a kept byte, rising: those that make room for what all ranks keep, and for what the
+        first one does, which has most micro-batches in flight, and the next higher one each."""
+        found, lines = set[float](), sorted(self._at_prices(candidate))
+        first = self._room_bytes(candidate, ranks=1) * candidate.mesh.pipeline
+        for room in (self._room_bytes(candidate), first):
+            best = max(range(len(lines)), key=lambda n: lines[n][1] - lines[n][0] * room)
+            found.update(price for price, _ in lines[best : best + 2] if price)
+        return sorted(found)
 
     def again_s(self, candidate: Candidate) -> float:
         """The least recomputation per micro-batch, of all stages, that makes room for what is
@@ -175,14 +200,15 @@ class LeastCosts:
             ]
         return self.known_prices[key]
 
-    def _room_bytes(self, candidate: Candidate) -> float:
-        """What all ranks together can keep of one micro-batch: sum of room / in flight."""
+    def _room_bytes(self, candidate: Candidate, ranks: int = 0) -> float:
+        """What the first ranks, or all together, can keep of one micro-batch: sum of room / in
+        flight."""
         mesh = candidate.mesh
         room = self.cost_of(mesh).capacity_bytes - self.state.bytes_of(candidate)
         order = (candidate.schedule, mesh.pipeline, candidate.micro_batches,
-                 candidate.virtual_stages)  # fmt: skip
+                 candidate.virtual_stages, ranks)  # fmt: skip
         if order not in self.known_shares:
-            flights = (self.flights(candidate, rank) for rank in range(mesh.pipeline))
+            flights = (self.flights(candidate, rank) for rank in range(ranks or mesh.pipeline))
             self.known_shares[order] = sum(1 / max(1, held) for held in flights)
         return room * self.known_shares[order]
 
@@ -192,6 +218,11 @@ class LeastCosts:
         if candidate.virtual_stages == 1 and candidate.schedule != "gpipe":
             return min(candidate.micro_batches, candidate.mesh.pipeline - rank)
         return max(min(held.forward for held in moment) for moment in self.moments(candidate, rank))
+
+    def most_held(self, candidate: Candidate) -> float:
+        """Of how many micro-batches any stage keeps what forward saved."""
+        ranks = (self.moments(candidate, rank) for rank in range(candidate.mesh.pipeline))
+        return float(max(held.forward for found in ranks for moment in found for held in moment))
 
     def moments(self, candidate: Candidate, rank: int) -> tuple[tuple[Held, ...], ...]:
         """What the stages of a rank hold at its fullest moments."""
@@ -287,13 +318,17 @@ class LeastCosts:
     ) -> list[BlockBound]:
         """What no sharding of a call of each variant beats. Of blocks that repeat a byte of
         parameters takes `exchange_s` per micro-batch, and what is done once counts `once`."""
-        state_part, gradient_part = self.state.whole_parts(candidate)
-        alone = Rules(self.sums(candidate), 0.0, 0.0, state_part, gradient_part)
+        alone = self.rules(candidate)
         repeated = replace(alone, once=once, exchange_s=exchange_s)
         return [
             self._block(candidate, number, repeated if len(kind.calls) > 1 else alone)
             for number, kind in enumerate(self.work.kinds)
         ]
+
+    def rules(self, candidate: Candidate, exchange_s: float = 0.0, once: float = 0.0) -> Rules:
+        """Of blocks that repeat, as of `curves`."""
+        state_part, gradient_part = self.state.whole_parts(candidate)
+        return Rules(self.sums(candidate), once, exchange_s, state_part, gradient_part)
 
     def fastest(self, candidate: Candidate) -> list[BlockBound]:
         """The least seconds of a call of each variant by any sharding, whatever state it holds."""

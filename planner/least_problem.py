@@ -14,14 +14,16 @@ from typing import Literal, TypeAlias
 from ir.schedules import Held, splits_backward
 from planner.cost import CostModel
 from planner.least_costs import LeastCosts
+from planner.least_joint import LeastJoint
 from planner.pins import Candidate
 from planner.price import StateCost
 from planner.sharding_bound import BlockBound
 from planner.stage_problem import Point, Run, StageProblem
 
-Choose: TypeAlias = Literal["nodes", "fastest", "curves"]
-"""What is known of a block's sharding: the fastest strategy of every node, the fastest sharding, or
-what no sharding beats that holds as many bytes; each closer and slower to find."""
+Choose: TypeAlias = Literal["nodes", "fastest", "curves", "joint"]
+"""What is known of a block's sharding: the fastest strategy of every node, the fastest sharding,
+what no sharding beats that holds as many bytes, or of repeated blocks also what they and what they
+keep cost together; each closer and slower to find."""
 
 
 class Exchange(Enum):
@@ -78,11 +80,14 @@ class LeastProblem:
     def _runs(self, candidate: Candidate, exchange: Exchange, choose: Choose) -> tuple[Run, ...]:
         """What all blocks take at least."""
         least, cost = self.least, self.least.cost_of(candidate.mesh)
-        exchange_s = 0.0
+        micro_batches, exchange_s = candidate.micro_batches, 0.0
         if exchange is not Exchange.LEFT_OUT:
             exchange_s = least.state.exchange_s(candidate)
-        together_s = exchange_s if exchange is Exchange.TOGETHER else None
-        blocks = self._blocks(candidate, choose, together_s)
+        each = (0.0, 0.0)
+        if exchange is Exchange.TOGETHER:
+            each = (exchange_s / micro_batches, 1 / micro_batches)
+        is_joint = choose == "joint" and candidate.mesh.tensor > 1
+        blocks = self._blocks(candidate, choose, *each)
         runs = []
         for variant, count, state in least.state.runs(candidate):
             added_s = self.added_s(candidate, cost, state) / count
@@ -91,26 +96,28 @@ class LeastProblem:
             if len(least.work.kinds[variant].calls) > 1:
                 sync_s = max(0.0, sync_s - moved_s)
                 if exchange is Exchange.APART:
-                    added_s += moved_s / count / candidate.micro_batches
+                    added_s += moved_s / count / micro_batches
             shardings = self._shardings(candidate, blocks[variant], state, count)
             points = self._points(candidate, variant, added_s, shardings)
             ends = sync_s / count, state.update_s / count
-            runs.append(Run(str(variant), count, points, *ends))
+            together = None
+            if is_joint and len(least.work.kinds[variant].calls) > 1:
+                divided_bytes = least.state.divided_bytes(candidate, state) / count
+                found, rules = LeastJoint(least), least.rules(candidate, *each)
+                together = found.of(candidate, variant, rules, added_s, divided_bytes)
+            runs.append(Run(str(variant), count, points, *ends, together))
         return tuple(runs)
 
     def _blocks(
-        self, candidate: Candidate, choose: Choose, exchange_s: float | None
+        self, candidate: Candidate, choose: Choose, exchange_s: float, once: float
     ) -> list[BlockBound]:
-        """A call of each variant; curves with what is done once per step, and the exchange of a
-        byte, if that is given. Without a tensor axis there is nothing to choose."""
+        """A call of each variant; curves with the exchange of a byte and what is done once per
+        step. Without a tensor axis there is nothing to choose."""
         if choose == "nodes" or candidate.mesh.tensor == 1:
             return self.least.blocks(candidate)
         if choose == "fastest":
             return self.least.fastest(candidate)
-        if exchange_s is None:
-            return self.least.curves(candidate)
-        count = candidate.micro_batches
-        return self.least.curves(candidate, exchange_s / count, 1 / count)
+        return self.least.curves(candidate, exchange_s, once)
 
     def _held(self, candidate: Candidate, rank: int) -> tuple[Held, ...]:
         """At the fullest moments of a rank; of several stages the least."""

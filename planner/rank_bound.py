@@ -20,7 +20,7 @@ import numpy as np
 
 from ir.schedules import Held
 from planner.interleaved_cuts import least_of
-from planner.stage_cuts import Array, indifferent_prices
+from planner.stage_cuts import Array, indifferent_prices, joint_s
 from planner.stage_problem import Point, Run, StageProblem
 
 MOST_OTHERS = 6
@@ -140,10 +140,12 @@ class _Shares:
                   for size in sizes]  # fmt: skip
         best = np.zeros(self.count + 1)
         for price in indifferent_prices(times, middle):
-            total = sum(
-                n * (time[:, None] + price * size).min(axis=0)
-                for n, time, size in zip(counts, times, sizes, strict=True)
-            )
+            each = [
+                (time[:, None] + price * size).min(axis=0)
+                for time, size in zip(times, sizes, strict=True)
+            ]
+            each[0] = np.maximum(each[0], joint_s(here[self.longest], price, held))
+            total = sum(n * value for n, value in zip(counts, each, strict=True))
             best = np.maximum(best, total - price * room)
         smallest = sum(n * size.min(axis=0) for n, size in zip(counts, sizes, strict=True))
         best += self.problem.exposed_send_s(rank)

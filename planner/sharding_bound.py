@@ -15,7 +15,7 @@ from typing import TypeAlias
 from planner.frontier import Frontier, frontier
 from planner.phases import PHASES, least_parts
 from planner.sharding import Shardings
-from planner.sharding_terms import CLASS
+from planner.sharding_terms import CLASS, Terms
 from planner.solver import Model, Relaxation, Term, Variable, summed
 
 Rates: TypeAlias = tuple[float, ...]
@@ -153,6 +153,19 @@ class LeastTotals:
         return [*program.each.values(), *once, program.summed]
 
 
+def seconds_of(program: Terms, number: int, rules: Rules) -> dict[Variable, float]:
+    """Of one call of a variant, by variable; those that take none are left out."""
+    seconds = [*program.of_call.get(number, [])]
+    if rules.sums:
+        seconds += program.summed_of.get(number, [])
+    if rules.once:
+        seconds += [(rules.once * s, v) for s, v in program.once_of.get(number, [])]
+    if rules.exchange_s:
+        trained = program.trained_of.get(number, [])
+        seconds += [(rules.exchange_s * size, v) for size, v in trained]
+    return {v: c for c, v in summed(seconds) if c}
+
+
 @dataclass(frozen=True)
 class _Held:
     """The program of all blocks, with the seconds and the state of one call alone: what the other
@@ -181,23 +194,18 @@ class _Held:
 
     @cached_property
     def _seconds(self) -> dict[Variable, float]:
-        """By variable; those that take none are left out."""
-        program, rules = self.shardings.built.program, self.rules
-        seconds = [*program.of_call.get(self.number, [])]
-        if rules.sums:
-            seconds += program.summed_of.get(self.number, [])
-        if rules.once:
-            seconds += [(rules.once * s, v) for s, v in program.once_of.get(self.number, [])]
-        if rules.exchange_s:
-            trained = program.trained_of.get(self.number, [])
-            seconds += [(rules.exchange_s * size, v) for size, v in trained]
-        return {v: c for c, v in summed(seconds) if c}
+        return seconds_of(self.shardings.built.program, self.number, self.rules)
 
     @cached_property
     def _bytes(self) -> dict[Variable, float]:
         return {v: size for size, v in summed((size, v) for _, size, v in self._held()) if size}
 
     def _held(self) -> list[tuple[str, float, Variable]]:
-        rules, held = self.rules, self.shardings.built.program.held.get(self.number, [])
-        parts = {True: rules.state_part, False: rules.gradient_part}
-        return [(group, size * parts[group.startswith(CLASS)], v) for group, size, v in held]
+        return held_of(self.shardings.built.program, self.number, self.rules)
+
+
+def held_of(program: Terms, number: int, rules: Rules) -> list[tuple[str, float, Variable]]:
+    """(tensor, bytes, variable) of the state and gradients of one call that are not divided."""
+    parts = {True: rules.state_part, False: rules.gradient_part}
+    held = program.held.get(number, [])
+    return [(group, size * parts[group.startswith(CLASS)], v) for group, size, v in held]

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 from ir.graph import Graph
 from ir.layout import PARTIAL, REPLICATE, Layout, Placement, Shard
@@ -40,6 +41,8 @@ HELD_TENSORS = 3
 """A parameter and two tensors of optimizer state; its gradient is priced where it is made."""
 SEVERAL = 2
 """Micro-batches, so that gradients are added up."""
+Flow: TypeAlias = "tuple[Use, Placement, Placement, list[Variable]]"
+"""A use of a value, where it is, where it is needed, and a sum that is 1 if it goes there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class ShardingProgram:
         self.ports: Ports = connect(graph, kinds)
         self.places = [kind.spread.place for kind in kinds]
         self.program = Terms()
-        self.flows: list[tuple[Use, Placement, Placement, list[Variable]]] = []
+        self.flows: list[Flow] = []
         numbers = range(len(kinds))
         self._classes()
         self.program.own(-1)
@@ -256,10 +259,6 @@ class ShardingProgram:
         self, use: Use, have: dict[Placement, list[Variable]], need: dict[Placement, list[Variable]]
     ) -> None:
         """(2) and (3) for one use of a value."""
-        if len(have) == 1 and len(need) == 1 and set(have) == set(need):
-            place, = have
-            self._find(use, place, need[place])
-            return
         found = flows(self.program.model, have, need, partial(self._is_allowed, use))
         self.flows += [(use, *pair, variables) for pair, variables in found.items()]
 

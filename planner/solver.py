@@ -5,6 +5,8 @@ proven gap. HiGHS solves; SCIP is tried where HiGHS fails. One thread, fixed see
 gives the same solution, unless a time limit ends the search.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -154,6 +156,12 @@ class Model:
             f"the solver found no solution within {time_limit_s:g} s ({self.size}): "
             f"{'; '.join(failures)}. Allow it more time."
         )
+
+    def copy(self) -> Model:
+        """The same variables and rows, to add others to; without an objective."""
+        made = Model()
+        made._variables, made._rows = [*self._variables], [*self._rows]
+        return made
 
     def relax_last(self) -> None:
         """Takes back the last row."""

@@ -161,11 +161,28 @@ def _relaxed_moment(problem: StageProblem, stage: int, held: Held) -> Array:
     room = 1.0 - (working + copies_bytes(problem)) / capacity_bytes
     bound = np.zeros_like(room)
     for price in indifferent_prices(times, sizes):
-        least = [np.min(time + price * size) for time, size in zip(times, sizes, strict=True)]
+        least = [
+            max(np.min(time + price * size), joint_s(run, price / capacity_bytes, *held)[0])
+            for time, size, run in zip(times, sizes, runs, strict=True)
+        ]
         bound = np.maximum(bound, sums(problem, least) - price * room)
     smallest = sums(problem, [size.min() for size in sizes])
     fits = np.triu(smallest <= room + 1e-9, k=1)
     return np.where(fits, bound, np.inf)
+
+
+def joint_s(run: Run, price: float, held: Array | float, pending: float = 0.0) -> Array:
+    """What a block costs at least where a byte has such a price and a rank holds so many
+    micro-batches, by the run's `joint`; 0 where nothing is known. The least is concave in prices:
+    between two it is no less than on the line through both."""
+    joint = run.joint
+    if joint is None:
+        return np.zeros(1)
+    kept = price * np.atleast_1d(held)
+    least_s: Array = np.interp(kept, joint.prices, joint.least_s)
+    always = min(p.persistent_bytes for p in run.points)
+    waiting = min(p.pending_bytes for p in run.points)
+    return least_s + (price - kept / joint.most_held) * always + price * pending * waiting
 
 
 def _working_bytes(problem: StageProblem, runs: Sequence[Run]) -> Array:

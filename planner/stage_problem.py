@@ -33,15 +33,27 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
+class Joint:
+    """What a block costs at least in seconds, kept bytes and persistent bytes together: `least_s`
+    by rising price of a byte that is kept of one micro-batch, from 0. A persistent byte costs that
+    over `most_held`, than which no stage holds more micro-batches."""
+
+    prices: tuple[float, ...]
+    least_s: tuple[float, ...]
+    most_held: float
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """`count` identical blocks in a row. `sync_s` (exposed gradient exchange) and `optimizer_s`
-    are seconds per block, once per step."""
+    are seconds per block, once per step. `joint` is for bounds alone."""
 
     name: str
     count: int
     points: tuple[Point, ...]
     sync_s: float = 0.0
     optimizer_s: float = 0.0
+    joint: Joint | None = None
 
 
 def fastest_s(runs: Sequence[Run]) -> tuple[float, ...]:

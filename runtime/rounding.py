@@ -13,6 +13,8 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
+from runtime.numberless import largest
+
 NUDGES = 3
 """Copies that are trained: one by itself may hit a sum that comes out as before."""
 MARGIN = 32
@@ -58,8 +60,8 @@ def untrained(
 ) -> frozenset[str]:
     """The parameters whose first gradients are nothing beside the model's largest, or beside what
     changes the loss by its own size: what trains them is rounding, from the first step on."""
-    sizes = {n: float(g.abs().max()) if g.numel() else 0.0 for n, g in gradients.items()}
-    held = [float(tensors[n].abs().max()) for n in sizes if n in tensors and tensors[n].numel()]
+    sizes = {name: largest(gradient) for name, gradient in gradients.items()}
+    held = [largest(tensors[name]) for name in sizes if name in tensors]
     usual = abs(loss) / max(held) if any(held) and abs(loss) < inf else 0.0
     most = NOTHING * max([usual, *sizes.values()])
     return frozenset(n for n, s in sizes.items() if s <= most)

@@ -32,11 +32,13 @@ from ir.trace.joint import Segment
 from ir.trace.masks import recognise_masks
 from ir.trace.members import DryRun, refuse_unlike
 from ir.trace.positions import check_positions
+from ir.trace.quiet import quiet_torch
 from ir.trace.segment import common_path, live_nodes, segment, split
 from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of
 
 
 @paused_collector()
+@quiet_torch()
 def trace(
     model: nn.Module,
     args: tuple[Any, ...] = (),

@@ -26,6 +26,7 @@ from ir.graph import BATCH
 from ir.trace.adapters import FakeTensorMode, expression, make_fx, preserve_meta
 from ir.trace.calls import OtherCalls
 from ir.trace.interpret import Lift, unlifted
+from ir.trace.quiet import unprinted
 from ir.trace.source import OWN_HOME, PYTHON_HOME, TORCH_HOME, in_users_words, source_of
 
 READS_VALUES = (
@@ -54,7 +55,7 @@ def capture(module: nn.Module, examples: list[Tensor], batch_dims: list[dict[int
         dict.fromkeys(dims, torch.export.Dim.AUTO) if dims else None for dims in batch_dims
     )
     try:
-        with _no_custom_derivatives(), OtherCalls():
+        with _no_custom_derivatives(), OtherCalls(), unprinted():
             program = torch.export.export(
                 module, tuple(examples), dynamic_shapes={"tensors": shapes}, strict=False
             )

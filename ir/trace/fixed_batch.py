@@ -6,9 +6,6 @@ could be traced with another number of rows.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from inspect import currentframe
 from itertools import takewhile
@@ -68,7 +65,7 @@ def _fixing(step: Step, leaves: list[Leaf]) -> str:
 
 def _run(step: Step, mode: FakeTensorMode, inputs: list[Tensor]) -> None:
     fakes: dict[str, Tensor] = {k: mode.from_tensor(v) for k, v in named_state(step)}
-    with _torch_is_quiet(), mode, torch.no_grad():
+    with mode, torch.no_grad():
         torch.func.functional_call(step, fakes, tuple(inputs))
 
 
@@ -89,14 +86,3 @@ class _Watch(TorchFunctionMode):
             place = place_in(reversed([*inner]), self.step)
             self.found = f"{place} fixes the number of rows to {int(self.rows)}"
         return out
-
-
-@contextmanager
-def _torch_is_quiet() -> Iterator[None]:
-    """Torch logs the traceback of what fails on fake tensors; here failing is the answer."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -37,10 +37,9 @@ WIDE = {
 
 
 class PromoteCasts(TorchFunctionMode):
-    """While active, casts to a narrower floating type go to float64."""
+    """While active, casts to a narrower floating type go to float64, and so does what is made of no
+    tensor, as by torch.eye."""
 
-    FACTORIES = {torch.tensor, torch.as_tensor, torch.full, torch.linspace, torch.arange,
-                 torch.zeros, torch.ones, torch.eye}  # fmt: skip
     CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,8 +47,8 @@ class PromoteCasts(TorchFunctionMode):
             return args[0].double()
         args = tuple(_wide_dtype(a) for a in args)
         result = func(*args, **{key: _wide_dtype(a) for key, a in (kwargs or {}).items()})
-        narrow = isinstance(result, Tensor) and result.dtype in WIDE
-        return result.to(WIDE[result.dtype]) if narrow and func in self.FACTORIES else result
+        is_made = isinstance(result, Tensor) and not any(isinstance(a, Tensor) for a in args)
+        return result.to(WIDE.get(result.dtype, result.dtype)) if is_made else result
 
 
 def _wide_dtype(argument: Any) -> Any:
@@ -57,7 +56,7 @@ def _wide_dtype(argument: Any) -> Any:
 
 
 def widened(model: nn.Module) -> nn.Module:
-    """A copy of the model with every floating parameter and buffer in float64."""
+    """A copy of the model with every floating tensor that a module has in float64."""
     try:
         wide = copy.deepcopy(model)
     except RuntimeError as error:
@@ -68,6 +67,9 @@ def widened(model: nn.Module) -> nn.Module:
     for module in wide.modules():
         if isinstance(module, nn.RMSNorm) and module.eps is None:  # torch takes it from the dtype
             module.eps = torch.finfo(next(iter(module.parameters()), torch.zeros(())).dtype).eps
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not value.requires_grad:
+                setattr(module, name, value.to(WIDE.get(value.dtype, value.dtype)))
     for tensor in (*wide.parameters(), *wide.buffers()):
         tensor.data = tensor.data.to(WIDE.get(tensor.dtype, tensor.dtype))
     return wide
@@ -80,6 +82,8 @@ def widened_batch(tree: Any) -> Any:
             return tree.to(WIDE.get(tree.dtype, tree.dtype))
         case dict():
             return {key: widened_batch(value) for key, value in tree.items()}
+        case tuple() if hasattr(tree, "_fields"):  # a named tuple
+            return type(tree)(*map(widened_batch, tree))
         case list() | tuple():
             return type(tree)(widened_batch(item) for item in tree)
         case _:

@@ -20,7 +20,7 @@ from ir.collector import paused_collector
 from ir.errors import CaptureError, ShardwrightError
 from ir.graph import BATCH, Graph, Input, State
 from ir.names import Namer
-from ir.trace.adapters import FxNode, one_convolution_kernel
+from ir.trace.adapters import FxNode, one_convolution_kernel, open_batches_of_matrices
 from ir.trace.block import body_nodes, capture_record, last_texts
 from ir.trace.capture import Capture, capture, explain
 from ir.trace.convert import tensor_type
@@ -57,19 +57,20 @@ def trace(
     step = Step(model, args, kwargs, loss)
     title = name or type(model).__name__
     first: CaptureError | None = None
+    last: CaptureError | None = None
     for candidate in _batch_guesses(leaves):
         try:
-            with one_convolution_kernel():
+            with one_convolution_kernel(), open_batches_of_matrices():
                 graph = _graph(step, candidate, batch, title)
                 return with_reason(graph, step, leaves, first)
         except CaptureError as error:
-            first = first or error
+            first, last = first or error, error
         except ShardwrightError:
             raise
         except Exception as error:
             raise explain(error, step) from error
-    assert first is not None
-    raise first
+    assert last is not None
+    raise last  # with the batch as it is: what no number of rows would mend
 
 
 def _batch_guesses(leaves: list[Leaf]) -> list[list[Leaf]]:

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from ir.errors import CaptureError
 from ir.graph import Graph
 from ir.trace.adapters import FakeTensorMode, is_number, symbolic_mode, symbolic_rows
 from ir.trace.capture import place_in, place_of
 from ir.trace.fold import named_state
-from ir.trace.source import in_users_words
+from ir.trace.reasons import said_by
 from ir.trace.step import Leaf, Step
 
 
@@ -44,8 +44,7 @@ def _failure(step: Step, leaves: list[Leaf]) -> str:
     try:
         _run(step, mode, [mode.from_tensor(leaf.example(2)) for leaf in leaves])
     except Exception as error:  # whatever a model raises for a batch that it is not made for
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"with twice the rows {place_of(error, step)} fails: {in_users_words(said)[:200]}"
+        return f"with twice the rows {place_of(error, step)} fails: {said_by(error)}"
     return ""
 
 
@@ -84,5 +83,7 @@ class _Watch(TorchFunctionMode):
             stack = [*walk_stack(currentframe())]
             inner = takewhile(lambda at: at[0].f_code is not _run.__code__, stack)
             place = place_in(reversed([*inner]), self.step)
-            self.found = f"{place} fixes the number of rows to {int(self.rows)}"
+            name = resolve_name(func) or getattr(func, "__name__", "a call")
+            fixed = f"{name} fixes the number of rows to {int(self.rows)}"
+            self.found = f"{place}: {fixed} when torch traces it"
         return out

@@ -158,8 +158,8 @@ class _Checker:
         """Refuses to go on if the one-device program is not the model at its own precision."""
         chosen = plan_graph(graph, Cluster.local(1), global_batch=self.rows)
         batch = loaded.args, loaded.kwargs
-        found = run_program(*load(emit(graph, chosen)), loaded.model, *batch, Training(1))
         wanted = run_plain(loaded.model, *batch, self.loss, Training(1), promote=False)
+        found = run_program(*load(emit(graph, chosen)), loaded.model, *batch, Training(1))
         error = own_precision_error(found, wanted, loaded.model)
         if not error <= 1:  # unless it is all rounding
             copies = [nudged(loaded.model, n) for n in range(NUDGES)]

@@ -17,8 +17,8 @@ SLACK = 0.001
 
 
 def keep_reason(plan: Plan, best: Evaluated, variant: int, point: MenuPoint) -> str:
-    """Empty for a point that keeps all. A rank that is faster than another one makes values again at
-    no cost but while the pipeline fills."""
+    """Empty for a point that keeps all. A rank that is faster than another one makes values again
+    at no cost but while the pipeline fills."""
     every = max(best.pieces.menus[variant], key=lambda other: other.held_bytes)
     if point.held_bytes >= every.held_bytes:
         return ""

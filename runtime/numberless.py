@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import inf, isfinite
 
-import torch
 from torch import Tensor
 
 from runtime.errors import Refused
@@ -21,6 +20,7 @@ MOST_NAMED = 4
 
 def difference(found: Tensor, wanted: Tensor) -> float:
     """The largest difference of an entry; infinite where only one is a number."""
+    found, wanted = _countable(found), _countable(wanted)
     same = (found == wanted) | ~(found.isfinite() | wanted.isfinite())
     far = (found - wanted).abs()[~same]
     return float(far.nan_to_num(inf, inf).max()) if far.numel() else 0.0
@@ -41,9 +41,16 @@ def relative(found: float, wanted: float) -> float:
 
 def largest(tensor: Tensor) -> float:
     """The largest magnitude among the entries that are finite numbers."""
-    sizes = tensor.int() if tensor.dtype == torch.bool else tensor.abs()
+    sizes = _countable(tensor).abs()
     sizes = sizes[sizes.isfinite()]
     return float(sizes.max()) if sizes.numel() else 0.0
+
+
+def _countable(tensor: Tensor) -> Tensor:
+    """Of a dtype that torch computes with, unlike those of one byte."""
+    if tensor.element_size() > 1:
+        return tensor
+    return tensor.double() if tensor.is_floating_point() else tensor.int()
 
 
 def numberless(gradients: Mapping[str, Tensor]) -> str:

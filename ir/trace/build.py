@@ -33,6 +33,7 @@ from ir.trace.masks import recognise_masks
 from ir.trace.members import DryRun, refuse_unlike
 from ir.trace.positions import check_positions
 from ir.trace.quiet import quiet_torch
+from ir.trace.refusals import refuse_batch, refuse_model
 from ir.trace.segment import common_path, live_nodes, segment, split
 from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of
 
@@ -53,7 +54,9 @@ def trace(
     `CaptureError` with the module and source line of what can't be captured.
     """
     kwargs = dict(kwargs or {})
+    refuse_model(model)
     leaves, batch = leaves_of(model, args, kwargs)
+    refuse_batch(leaves, batch)
     step = Step(model, args, kwargs, loss)
     title = name or type(model).__name__
     first: CaptureError | None = None

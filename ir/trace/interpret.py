@@ -109,10 +109,10 @@ class Lift(fx.Interpreter):
                 raise CaptureError(f"{n.target} fixes the number of rows to {int(self.free[0])}")
             return out
         except CaptureError as error:
-            raise CaptureError(f"can't capture {source_of(n)}: {error}") from error
+            raise CaptureError(f"can't capture {_place(n)}: {error}") from error
         except Exception as error:  # whatever torch raises for an operation that it can't trace
             said = meaning_of(error) or f"{type(error).__name__}: {said_by(error)}"
-            raise CaptureError(f"can't capture {source_of(n)}: {n.target}: {said}") from error
+            raise CaptureError(f"can't capture {_place(n)}: {n.target}: {said}") from error
 
     def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Notes sizes that may be any number: an operation that fixes one is refused."""
@@ -162,6 +162,10 @@ class Lift(fx.Interpreter):
                 "device. Give the model in the dtypes that it should run in."
             )
         return self.region(self.no_grad, module, operands)
+
+
+def _place(node: FxNode) -> str:
+    return str(source_of(node)) or "the model"
 
 
 def unlifted(graph: fx.Graph) -> bool:

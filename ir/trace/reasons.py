@@ -23,6 +23,10 @@ MEANINGS = (
      "none: call the model with use_cache=False."),
     (("Expected inputs of BF16 type",), "torch captures a product of grouped matrices in "
      "bfloat16 only: make the model with dtype=torch.bfloat16."),
+    (("FakeTensorDeviceMismatch",), "Its tensors lie on different devices: move the model and its "
+     "batch to one."),
+    (("__obj_flatten__",), "It holds an object of a C++ class, as the modules of a quantized model "
+     "do: those can't be trained. Give the model that it was made from."),
     ((".numpy() is not supported",), "It leaves torch with .numpy(), and what is computed there "
      "can't be captured. Use operations of torch."),
     (("SymIntArrayRef expected", "NO overloaded args that actually triggered"), "torch can't trace "

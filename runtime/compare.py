@@ -8,7 +8,7 @@ the tensors after the last (the optimizer's too), and whether all replicas are b
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from runtime.copies import copied
 from runtime.errors import Refused, RuntimeFailure
 from runtime.numberless import check_losses, difference, largest, numberless, relative
 from runtime.rounding import moved_by_rounding, scale_of, untrained
@@ -37,39 +38,40 @@ WIDE = {
 
 
 class PromoteCasts(TorchFunctionMode):
-    """While active, casts to a narrower floating type go to float64, and so does what is made of no
-    tensor, as by torch.eye."""
+    """While active, casts to a narrower floating type go to float64, and so do constants: what is
+    made of no tensor, as by torch.eye, and narrower tensors that a call reads."""
 
     CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.CASTS:
             return args[0].double()
-        args = tuple(_wide_dtype(a) for a in args)
-        result = func(*args, **{key: _wide_dtype(a) for key, a in (kwargs or {}).items()})
+        if not func.__name__.endswith("_"):  # the others write into what they are given, or get it
+            args = tuple(map(_wide, args))
+            kwargs = {key: _wide(value) for key, value in (kwargs or {}).items()}
+        result = func(*args, **(kwargs or {}))
         is_made = isinstance(result, Tensor) and not any(isinstance(a, Tensor) for a in args)
         return result.to(WIDE.get(result.dtype, result.dtype)) if is_made else result
 
 
-def _wide_dtype(argument: Any) -> Any:
-    return WIDE.get(argument, argument) if isinstance(argument, torch.dtype) else argument
+def _wide(argument: Any) -> Any:
+    match argument:
+        case torch.dtype():
+            return WIDE.get(argument, argument)
+        case Tensor() if argument.dtype in WIDE and not argument.requires_grad:
+            return argument.to(WIDE[argument.dtype])
+        case list() | tuple() if any(isinstance(item, Tensor) for item in argument):
+            return type(argument)(map(_wide, argument))
+        case _:
+            return argument
 
 
 def widened(model: nn.Module) -> nn.Module:
-    """A copy of the model with every floating tensor that a module has in float64."""
-    try:
-        wide = copy.deepcopy(model)
-    except RuntimeError as error:
-        raise Refused(
-            "this model can't be copied, so it can't be compared (old torch.nn.utils.weight_norm "
-            "does that; torch.nn.utils.parametrizations.weight_norm does not)."
-        ) from error
+    """A copy of the model with every floating parameter and buffer in float64."""
+    wide = copied(model)
     for module in wide.modules():
         if isinstance(module, nn.RMSNorm) and module.eps is None:  # torch takes it from the dtype
             module.eps = torch.finfo(next(iter(module.parameters()), torch.zeros(())).dtype).eps
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor) and not value.requires_grad:
-                setattr(module, name, value.to(WIDE.get(value.dtype, value.dtype)))
     for tensor in (*wide.parameters(), *wide.buffers()):
         tensor.data = tensor.data.to(WIDE.get(tensor.dtype, tensor.dtype))
     return wide
@@ -80,6 +82,10 @@ def widened_batch(tree: Any) -> Any:
     match tree:
         case Tensor():
             return tree.to(WIDE.get(tree.dtype, tree.dtype))
+        case _ if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+            fields = [field.name for field in dataclasses.fields(tree) if field.init]
+            wide = {name: widened_batch(getattr(tree, name)) for name in fields}
+            return dataclasses.replace(tree, **wide)
         case dict():
             return {key: widened_batch(value) for key, value in tree.items()}
         case tuple() if hasattr(tree, "_fields"):  # a named tuple
@@ -173,7 +179,7 @@ def _train_plain(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     loss_of: Callable[[Any], Tensor], training: Training, promote: bool,
 ) -> Run:  # fmt: skip
-    own = copy.deepcopy(model)
+    own = copied(model)
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     trained = [p for p in own.parameters() if p.requires_grad]
     optimizer = kinds[training.optimizer](trained, **training.options) if trained else None

@@ -6,13 +6,13 @@ that is zero in truth (of a bias before a batch norm) is nothing but rounding of
 from, and AdamW divides it by its own root: only such a run says how large both are.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from math import inf
 
 import torch
 from torch import Tensor, nn
 
+from runtime.copies import copied
 from runtime.numberless import largest
 
 NUDGES = 3
@@ -30,7 +30,7 @@ parameter, is zero but for rounding."""
 
 def nudged(model: nn.Module, seed: int) -> nn.Module:
     """A copy with every floating parameter changed by its dtype's epsilon, up or down."""
-    other = copy.deepcopy(model)
+    other = copied(model)
     generator = torch.Generator().manual_seed(seed)
     for parameter in other.parameters():
         if parameter.is_floating_point():

@@ -36,6 +36,7 @@ from ir.trace.quiet import quiet_torch
 from ir.trace.refusals import refuse_batch, refuse_model
 from ir.trace.segment import common_path, live_nodes, segment, split
 from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of
+from ir.trace.unchanged import unchanged
 
 
 @paused_collector()
@@ -57,8 +58,12 @@ def trace(
     refuse_model(model)
     leaves, batch = leaves_of(model, args, kwargs)
     refuse_batch(leaves, batch)
-    step = Step(model, args, kwargs, loss)
-    title = name or type(model).__name__
+    with unchanged(model):
+        return _trace(Step(model, args, kwargs, loss), leaves, batch, name or type(model).__name__)
+
+
+def _trace(step: Step, leaves: list[Leaf], batch: int, title: str) -> Graph:
+    """With any number of rows, or as few inputs of one number as that takes."""
     first: CaptureError | None = None
     last: CaptureError | None = None
     for candidate in _batch_guesses(leaves):

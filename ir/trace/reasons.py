@@ -19,8 +19,8 @@ MEANINGS = (
      "data), so one captured program would be wrong for other data. Use torch.where or torch.cond "
      "instead of the branch, or compute the value outside the model."),
     (("fake tensor in the exported program constant",), "It keeps a tensor that it made while "
-     "being traced for a later use, as a cache of keys and values does. A training step needs "
-     "none: call the model with use_cache=False."),
+     "being traced for a later use: in a cache of keys and values, which a training step does not "
+     "need (use_cache=False), in a list or an attribute, or by writing through .data."),
     (("Expected inputs of BF16 type",), "torch captures a product of grouped matrices in "
      "bfloat16 only: make the model with dtype=torch.bfloat16."),
     (("FakeTensorDeviceMismatch",), "Its tensors lie on different devices: move the model and its "

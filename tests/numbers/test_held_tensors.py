@@ -1,4 +1,4 @@
-"""Models that hold tensors in other places than parameters and buffers, and batches of all kinds."""
+"""Models that hold tensors in other places than parameters and buffers; batches of all kinds."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from ir.cluster import AXES, Mesh
 from ir.plan import Plan
 from ir.schedules import SCHEDULES
-from planner.pins import RECOMPUTE, VIRTUAL_STAGES, ZERO_STAGES, divisors
+from planner.pins import RECOMPUTE, ZERO_STAGES, divisors
+from planner.stage_counts import MOST_STAGES
 from planner.trials import Decision, Outcome, Pinned, Refusal, Request, Trials
 
 PARTS = ("compute", "exposed_comm", "bubble", "optimizer")
@@ -153,7 +154,8 @@ def neighbours(plan: Plan) -> Iterator[tuple[str, Decision]]:
     if plan.mesh.pipeline > 1 and plan.micro_batches > 1:
         yield from (("schedule", word) for word in SCHEDULES if word != plan.schedule)
     if plan.virtual_stages > 1:
-        yield from _beside("virtual_stages", plan.virtual_stages, list(VIRTUAL_STAGES))
+        most = min(MOST_STAGES, calls // plan.mesh.pipeline)
+        yield from _beside("virtual_stages", plan.virtual_stages, list(range(2, most + 1)))
     yield from (("recompute", word) for word in RECOMPUTE if word != now["recompute"])
     if plan.mesh.data > 1:
         yield from _beside("zero", plan.zero, list(ZERO_STAGES))

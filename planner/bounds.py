@@ -15,16 +15,19 @@ What they are made of is in `planner.least_costs` and `planner.least_problem`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from math import ceil, inf
+from operator import add
 
 from ir.cluster import Cluster
 from ir.schedules import splits_backward
+from planner.interleaved_cuts import least_blocks
 from planner.least_costs import LeastCosts
 from planner.least_problem import LeastProblem
 from planner.phases import PHASES, Phase
 from planner.pins import Candidate
-from planner.rank_bound import least_pace_s
+from planner.rank_bound import least_slowest_s
 from planner.schedule import fill_rounds
 from planner.stage_cuts import best_cuts, least_maximum, relaxed_seconds, tail_seconds
 from planner.stage_problem import StageProblem
@@ -41,6 +44,7 @@ class Bounds:
 
     least: LeastCosts
     of_ranks: Sequence[LeastCosts] = ()
+    known_first: dict[tuple[int, int, int, int], list[float]] = field(default_factory=dict)
 
     @property
     def work(self) -> Workload:
@@ -112,11 +116,35 @@ class Bounds:
         count, virtual = candidate.micro_batches, candidate.virtual_stages
         if splits_backward(candidate.schedule):
             alone_s = (count - 1) * pace_s + self.least.forward_s(candidate)
+        elif virtual > 1:
+            waits_s = sum(self.leads_s(candidate))
+            alone_s = max(count * pace_s, (count * sum_s + waits_s) / candidate.mesh.pipeline)
         else:
-            alone_s = count * pace_s + max(0.0, sum_s - pace_s) / virtual
+            alone_s = count * pace_s + max(0.0, sum_s - pace_s)
         sharing = self._sharing(candidate)
         shared_s = count * sum_s / candidate.mesh.pipeline if sharing > 1 else 0.0
         return max(alone_s / sharing, shared_s)
+
+    def leads_s(self, candidate: Candidate) -> list[float]:
+        """Per rank of several stages, in which it waits at least for ranks before it: at first for
+        the forward of their first stages, at last for the backward of those. They have blocks of
+        the first ones of the model, but the last of all is on another stage."""
+        key = (candidate.mesh.tensor, candidate.rows, candidate.mesh.pipeline, candidate.stages)
+        if key not in self.known_first:
+            self.known_first[key] = self._first_stages(candidate)
+        send_s = self.least.moves.least_send_s(candidate)
+        sends = (send_s * (SENDS if stage else 1) for stage in range(candidate.mesh.pipeline))
+        return [0.0, *accumulate(map(add, self.known_first[key], sends))]
+
+    def _first_stages(self, candidate: Candidate) -> list[float]:
+        """The least seconds of the first stage of every rank but the last."""
+        found, variant_of = self.least.blocks(candidate), self.work.variant_of
+        each_s = [found[variant_of[n]].curve.corners[0][0] for n in range(len(variant_of))]
+        least = least_blocks(len(each_s), candidate.stages, unlike=bool(self.of_ranks))
+        return [
+            least * min(each_s[least * q : len(each_s) - least * (candidate.stages - 1 - q)])
+            for q in range(candidate.mesh.pipeline - 1)
+        ]
 
     def _sharing(self, candidate: Candidate) -> float:
         return self.least.cost_of(candidate.mesh).core_sharing
@@ -151,6 +179,8 @@ class Bounds:
         more_s += self._problem.added_s(candidate, cost, state)
         exchange_s = 0.0 if self.cluster.calibration else least.state.exchange_s(candidate)
         once_s = self._latency_s(candidate, exchange_s) / ranks
+        if candidate.virtual_stages > 1:
+            once_s += sum(self.leads_s(candidate)) / ranks
         return once_s + max(
             least.weighted_s(candidate, weights, exchange_s, exact=exact)
             + weights["move"] * sends_s + max(0.0, weights["late move"]) * more_s
@@ -179,10 +209,12 @@ class Bounds:
         repeated blocks is in their seconds: the slowest rank has its own."""
         least, ranks = self.least, range(candidate.mesh.pipeline)
         problem = self._problem.of(candidate, with_exchange=True)
-        pace_s = least_pace_s(problem, [least.moments(candidate, rank) for rank in ranks])
+        moments = [least.moments(candidate, rank) for rank in ranks]
+        slowest_s = least_slowest_s(problem, moments, self.leads_s(candidate))
         sum_s = least.total_s(candidate) + sum(problem.exposed_send_s(rank) for rank in ranks)
         once_s = sum(run.count * (run.sync_s + run.optimizer_s) for run in problem.runs)
-        return self._step_s(candidate, pace_s, sum_s) + once_s / len(ranks)
+        shared_s = self._step_s(candidate, 0.0, sum_s)
+        return max(slowest_s / self._sharing(candidate), shared_s) + once_s / len(ranks)
 
     def _split_s(self, candidate: Candidate, problem: StageProblem, pace_s: float) -> float:
         """Where a backward is split: of the steady micro-batches some are at the pace of the best
@@ -200,13 +232,15 @@ class Bounds:
 
 
 def _steady(candidate: Candidate) -> float:
-    """How often the slowest rank's seconds count beside the fill, if all share evenly."""
-    return (candidate.micro_batches - 1 / candidate.virtual_stages) / candidate.mesh.pipeline
+    """How often the slowest rank's seconds count beside the fill, if all share evenly; of several
+    stages the fill is not in it."""
+    fill = 1 if candidate.virtual_stages == 1 else 0
+    return (candidate.micro_batches - fill) / candidate.mesh.pipeline
 
 
 def _phase_weights(candidate: Candidate, steady: float) -> Iterator[Mapping[Phase, float]]:
     """How often a step takes the seconds of a micro-batch through all blocks, by phase, at least:
-    `steady` times, and once through all, of several stages on a rank in parts.
+    `steady` times, and once through all; of several stages on a rank that is apart.
 
     Zero-bubble's fill is F + B - rounds min(B, W) of every rank but the slowest, with B and W of
     the halves of backward (`planner.schedule`): no less than F + (1 - rounds) B, no less than
@@ -215,7 +249,8 @@ def _phase_weights(candidate: Candidate, steady: float) -> Iterator[Mapping[Phas
     mesh = candidate.mesh
     once: dict[Phase, float] = {"early": 1 / mesh.pipeline}
     if not splits_backward(candidate.schedule):
-        yield {**dict.fromkeys(PHASES, steady + 1 / candidate.virtual_stages), **once}
+        fill = 1 if candidate.virtual_stages == 1 else 0
+        yield {**dict.fromkeys(PHASES, steady + fill), **once}
         return
     rounds = fill_rounds(mesh.pipeline, candidate.micro_batches)
     most = 1.0 if mesh.tensor == 1 or not rounds else min(1.0, steady / rounds)

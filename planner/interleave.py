@@ -1,14 +1,12 @@
 """The stage plan where every rank has several stages: cuts that balance the ranks.
 
 Input: a `StageProblem` of P v stages, and P; the stages of a rank share its memory, and each
-capacity is its rank's. Output: a `StagePlan`. With T_r the seconds of all stages of rank r, stage
-s on rank s mod P,
-
-    minimise  M max_r T_r + (sum_r T_r - max_r T_r) / v + max_r tail_r
-
-by descent: from cuts that share the time evenly, blocks move over one cut, or over several cuts in
-a row, as long as that helps; of equal steps the one with the more equal ranks. Every stage has at
-least `least_blocks`. What the stages of a rank keep is chosen together. No bound is proven.
+capacity is its rank's. Output: a `StagePlan` of the least seconds, by the longest way through all
+actions (`planner.longest_way`), and of gradients exchanged and parameters updated on the slowest
+rank; stage s is on rank s mod P. By descent: from the best cuts of `planner.interleaved_cuts`
+blocks move over one cut, or over several cuts in a row, as long as that helps; of equal steps the
+one with the more equal ranks. Every stage has at least `least_blocks`. What the stages of a rank
+keep is chosen together. No bound is proven.
 """
 
 from __future__ import annotations
@@ -19,12 +17,15 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
 from ir.errors import Refused
 from ir.schedules import Held
-from planner.stage_cuts import sums
+from planner.interleaved_cuts import Cuts, first_cuts, least_of
+from planner.longest_way import longest_way_s
+from planner.schedule import StageTime
 from planner.stage_points import TOUCH, HeldRun, StagePoints, held_run, stage_points
 from planner.stage_problem import (
     Choice,
@@ -41,10 +42,8 @@ TRIES = 8
 """How often what a rank keeps is chosen again, for a moment at which it was too much."""
 TINY = 1e-9
 """Relative; steps that differ by less are equal."""
-Cuts = tuple[int, ...]  # stage s holds blocks cuts[s]..cuts[s+1]-1
 Value = tuple[int, float, float]  # ranks that don't fit, step, how unequal the ranks are
 Content = tuple[tuple[int, int], ...]  # (run, blocks) of a stage
-Rank = tuple[float, float, bool]
 Moment = tuple[Held, ...]
 Move = tuple[int, int, int]  # from cut, to cut, by blocks
 
@@ -54,14 +53,15 @@ class Interleaving:
 
     def __init__(self, problem: StageProblem, ranks: int) -> None:
         self.problem, self.ranks = problem, ranks
-        self._descent, self._cuts = _Descent(problem, ranks), _even_cuts(problem)
+        self._descent = _Descent(problem, ranks)
+        self._cuts: Cuts | None = None
 
     def plan(self, rooms_bytes: Sequence[float] = (), gap: float = 0.005) -> StagePlan:
         """The best cuts found, with so much room on each rank, from those that were best with other
         room; `Refused` where none fits."""
         problem, search = self.problem, self._descent
         search.rooms = tuple(rooms_bytes) or problem.capacity_bytes[: self.ranks]
-        self._cuts = search.run(self._cuts)
+        self._cuts = search.run(self._cuts or search.first())
         choices = search.choices(self._cuts, gap)
         if choices is None:
             shares = [room * self.ranks / problem.stages for room in search.rooms]
@@ -83,33 +83,18 @@ class Interleaving:
         return filled
 
 
-def least_blocks(problem: StageProblem, stages: int) -> int:
-    """Of a stage: those of a rank stay about equal, so that what it holds is, too. On different
-    devices they may be as small as can be."""
-    return 1 if problem.unlike else len(problem.block_runs) // stages
+class _Rank(NamedTuple):
+    """Forward and backward of a micro-batch on each stage of a rank, with sends; seconds of a
+    step's end; whether it does not fit."""
 
+    times: tuple[StageTime, ...]
+    tail_s: float
+    is_unfit: bool
 
-def _even_cuts(problem: StageProblem) -> Cuts:
-    """Each cut where the blocks before it take nearest to their share, with no stage too small."""
-    ends = sums(problem, problem.fastest_s)[0]
-    blocks, stages, targets = len(ends) - 1, problem.stages, _targets(problem, ends[-1])
-    least, cuts = least_blocks(problem, stages), [0]
-    for stage in range(1, stages):
-        nearest = int(np.abs(ends - targets[stage]).argmin())
-        cuts.append(min(max(nearest, cuts[-1] + least), blocks - least * (stages - stage)))
-    return (*cuts, blocks)
-
-
-def _targets(problem: StageProblem, total_s: float) -> list[float]:
-    """How many seconds of blocks should lie before each stage, by the pace of their devices."""
-    if not problem.unlike:
-        return [total_s * stage / problem.stages for stage in range(problem.stages)]
-    counts = [run.count for run in problem.runs]
-    paces = [
-        1 / sum(n * seconds for n, seconds in zip(counts, fastest_s(runs), strict=True))
-        for runs in problem.unlike
-    ]
-    return [total_s * sum(paces[:stage]) / sum(paces) for stage in range(problem.stages)]
+    @property
+    def seconds(self) -> float:
+        """Of a micro-batch on all of them."""
+        return sum(forward + backward for forward, backward in self.times)
 
 
 class _Descent:
@@ -123,7 +108,7 @@ class _Descent:
         self.held = lru_cache(maxsize=None)(self._held)
         self.fastest_s = lru_cache(maxsize=None)(self._fastest_s)
         self.contents: dict[Content, int] = {}
-        self.known: dict[tuple[int, float, tuple[int, ...]], Rank] = {}
+        self.known: dict[tuple[int, float, tuple[int, ...]], _Rank] = {}
         self.rooms = problem.capacity_bytes[:ranks]
         self.moments = [sorted(found, reverse=True) for found in problem.moments[:ranks]]
         self.counts = [np.array(found, dtype=float) for found in self.moments]
@@ -135,54 +120,63 @@ class _Descent:
             for rank in range(ranks)
         ]
 
+    def first(self) -> Cuts:
+        """The best ones to begin with."""
+        return min(first_cuts(self.problem, self.ranks), key=self.value)
+
     def run(self, cuts: Cuts) -> Cuts:
-        """Every move that helps is made, until none does."""
+        """The best move is made, until none helps."""
         moves = list(_moves(len(cuts), self.ranks))
-        least = least_blocks(self.problem, len(cuts) - 1)
-        found, left, place = self.value(cuts), len(moves), 0
-        while left:
-            moved = _moved(cuts, moves[place], least)
-            place, left = (place + 1) % len(moves), left - 1
-            if moved is None or (found[0] == 0 and self._is_worse(moved, found[1] * (1 + TINY))):
-                continue
-            value = self.value(moved)
-            if _is_less(value, found):
-                found, cuts, left = value, moved, len(moves)
-        return cuts
+        least = least_of(self.problem, len(cuts) - 1)
+        found = self.value(cuts)
+        while True:
+            others = [other for move in moves if (other := _moved(cuts, move, least))]
+            if not found[0]:
+                others = [o for o in others if not self._is_worse(o, found[1] * (1 + TINY))]
+            values = self.values(others)
+            best = min(range(len(others)), key=values.__getitem__, default=None)
+            if best is None or not _is_less(values[best], found):
+                return cuts
+            found, cuts = values[best], others[best]
 
     def value(self, cuts: Cuts) -> Value:
+        return self.values([cuts])[0]
+
+    def values(self, several: Sequence[Cuts]) -> list[Value]:
+        """Of each of several cuts."""
+        if not several:
+            return []
+        plans = [self._ranks(cuts) for cuts in several]
+        steps = self._steps_s([[rank.times for rank in plan] for plan in plans])
+        return [
+            (sum(rank.is_unfit for rank in plan), step_s + max(rank.tail_s for rank in plan),
+             sum(rank.seconds**2 for rank in plan))
+            for plan, step_s in zip(plans, steps, strict=True)
+        ]  # fmt: skip
+
+    def _ranks(self, cuts: Cuts) -> list[_Rank]:
         contents = tuple(map(self.content, cuts, cuts[1:]))
-        parts = [self._rank(rank, contents[rank :: self.ranks]) for rank in range(self.ranks)]
-        times = [time for time, _, _ in parts]
-        step_s = self._step_s(times, max(tail for _, tail, _ in parts))
-        return sum(unfit for _, _, unfit in parts), step_s, sum(time * time for time in times)
+        return [self._rank(rank, contents[rank :: self.ranks]) for rank in range(self.ranks)]
+
+    def _steps_s(self, times: Sequence[Sequence[tuple[StageTime, ...]]]) -> list[float]:
+        """Of plans, from [plan][rank][place of a stage on it]."""
+        problem = self.problem
+        by_stage = np.array(times).swapaxes(1, 2).reshape(len(times), problem.stages, 2)
+        shape = problem.schedule, self.ranks, problem.micro_batches, self.virtual
+        found: list[float] = longest_way_s(*shape, by_stage).tolist()
+        return found
 
     def _is_worse(self, cuts: Cuts, step_s: float) -> bool:
-        """Whether these cuts take longer or a rank does not fit. Ranks that were not looked at take
-        at least what every block does at its fastest; they are looked at until that tells."""
-        contents = tuple(map(self.content, cuts, cuts[1:]))
-        times, unknown = [], []
-        for rank in range(self.ranks):
-            numbers = contents[rank :: self.ranks]
-            known = self.known.get((rank, self.rooms[rank], numbers))
-            if known and known[2]:
-                return True
-            least_s = self.fastest_s(self.alike[rank], numbers) + self.sends_s[rank]
-            times.append(known[0] if known else least_s)
-            unknown += [] if known else [rank]
-        while self._step_s(times, 0.0) <= step_s:
-            if not unknown:
-                return False
-            rank = unknown.pop()
-            times[rank], _, is_unfit = self._rank(rank, contents[rank :: self.ranks])
-            if is_unfit:
-                return True
-        return True
-
-    def _step_s(self, times: Sequence[float], tail_s: float) -> float:
-        """Of the ranks' seconds of a micro-batch."""
-        slowest = max(times)
-        return self.problem.micro_batches * slowest + (sum(times) - slowest) / self.virtual + tail_s
+        """Whether these cuts take longer or a rank does not fit, as far as single ranks tell: each
+        takes all micro-batches and its step's end. One that was not looked at takes at least what
+        every block does at its fastest, and is looked at where that does not tell."""
+        contents, count = tuple(map(self.content, cuts, cuts[1:])), self.problem.micro_batches
+        ranks = [(rank, contents[rank :: self.ranks]) for rank in range(self.ranks)]
+        fastest = (self.fastest_s(self.alike[r], mine) + self.sends_s[r] for r, mine in ranks)
+        if count * max(fastest) > step_s:
+            return True
+        found = (self._rank(rank, mine) for rank, mine in ranks)
+        return any(r.is_unfit or count * r.seconds + r.tail_s > step_s for r in found)
 
     def choices(self, cuts: Cuts, gap: float) -> tuple[tuple[Choice, ...], ...] | None:
         """Per stage what runs on it; None where a rank does not fit."""
@@ -217,17 +211,26 @@ class _Descent:
         runs = self.problem.runs_at(rank)
         return held_run(runs[run], lambda point: moment_bytes(held, point))
 
-    def _rank(self, rank: int, numbers: tuple[int, ...]) -> Rank:
-        """Seconds of a micro-batch and of a step's end, and whether it does not fit; of the stages
-        with the contents of those numbers."""
+    def _rank(self, rank: int, numbers: tuple[int, ...]) -> _Rank:
+        """Of the stages with the contents of those numbers."""
         key = (rank, self.rooms[rank], numbers)
         if key not in self.known:
             known = tuple(self.contents)
             contents = tuple(known[number] for number in numbers)
             points = self._points(rank, contents)
-            seconds = (points.seconds if points else 0.0) + self.sends_s[rank]
-            self.known[key] = seconds, self._tail_s(rank, contents), points is None
+            times = self._times(rank, contents, points) if points else ((0.0, 0.0),) * self.virtual
+            self.known[key] = _Rank(times, self._tail_s(rank, contents), points is None)
         return self.known[key]
+
+    def _times(
+        self, rank: int, contents: tuple[Content, ...], points: StagePoints
+    ) -> tuple[StageTime, ...]:
+        stages = range(rank, self.problem.stages, self.ranks)
+        found = [[self.problem.exposed_send_s(stage) / 2] * 2 for stage in stages]
+        for place, count, point in self._chosen(rank, contents, points):
+            found[place][0] += count * point.forward_s
+            found[place][1] += count * point.backward_s
+        return tuple((forward, backward) for forward, backward in found)
 
     def _points(
         self, rank: int, contents: tuple[Content, ...], gap: float = inf
@@ -270,13 +273,18 @@ class _Descent:
         self, rank: int, contents: tuple[Content, ...], points: StagePoints
     ) -> tuple[float, Moment]:
         """The most bytes of a rank, and when."""
+        return self.most_bytes(rank, self._chosen(rank, contents, points))
+
+    def _chosen(
+        self, rank: int, contents: tuple[Content, ...], points: StagePoints
+    ) -> list[tuple[int, int, Point]]:
+        """(place of a stage on its rank, number of blocks, their point)."""
         places = [(place, r) for place, content in enumerate(contents) for r, _ in content]
         runs = self.problem.runs_at(rank)
-        chosen = [
+        return [
             (places[c.run][0], c.count, runs[places[c.run][1]].points[c.point])
             for c in points.choices
         ]
-        return self.most_bytes(rank, chosen)
 
     def most_bytes(
         self, rank: int, chosen: Sequence[tuple[int, int, Point]]

@@ -36,13 +36,12 @@ class LeastMoves:
     known_moves: dict[tuple[int, int, int], Counter[tuple[str, int]]] = field(default_factory=dict)
     known_data_s: dict[tuple[Mesh, int, int], float] = field(default_factory=dict)
 
-    def send_s(self, candidate: Candidate, cost: CostModel, stage: int) -> float:
-        """There and back, of a micro-batch, where the least crosses and is cut evenly."""
-        tensor = candidate.mesh.tensor
-        return min(
-            sum(cost.send_s(size // tensor, stage) for size in sizes)
-            for sizes in self._crossings(candidate.rows)
-        ) * (1 if cost.sends_meet else 2)
+    def send_s(self, candidate: Candidate, cost: CostModel, stage: int | None = None) -> float:
+        """There and back, of a micro-batch, where the least crosses and is cut evenly; from a
+        pipeline rank to the next one, or from the last to the first."""
+        tensor, crossings = candidate.mesh.tensor, self._crossings(candidate.rows)
+        each = (sum(cost.send_s(size // tensor, stage) for size in sizes) for sizes in crossings)
+        return min(each, default=0.0) * (1 if cost.sends_meet else 2)
 
     def least_send_s(self, candidate: Candidate) -> float:
         """Of the two neighbouring stages that are joined best; 0 without a pipeline."""

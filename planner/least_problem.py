@@ -31,7 +31,7 @@ class LeastProblem:
         blocks that repeat is in the seconds of these."""
         mesh, cost = candidate.mesh, self.least.cost_of(candidate.mesh)
         is_one = mesh.tensor == 1 or candidate.zero > 1 or self.least.cluster.calibration
-        once = 1.0 if with_exchange and not is_one else 0.0
+        once, virtual = 1.0 if with_exchange and not is_one else 0.0, candidate.virtual_stages
         capacity_bytes = (float(cost.capacity_bytes),) * mesh.pipeline
         unlike: tuple[tuple[Run, ...], ...] = ()
         if self.of_ranks:
@@ -44,11 +44,12 @@ class LeastProblem:
             self._runs(candidate, once, exact=not unlike), mesh.pipeline,
             candidate.micro_batches, candidate.schedule, capacity_bytes,
             tuple(
-                candidate.virtual_stages * self.least.moves.send_s(candidate, cost, stage)
+                virtual * self.least.moves.send_s(candidate, cost, stage)
                 for stage in range(mesh.pipeline - 1)
             ),
             held=tuple(self._held(candidate, rank) for rank in range(mesh.pipeline)),
             unlike=unlike,
+            round_s=(virtual - 1) * self.least.moves.send_s(candidate, cost),
         )  # fmt: skip
 
     def _runs(self, candidate: Candidate, once: float, *, exact: bool = True) -> tuple[Run, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from ir.cluster import Cluster, Mesh
 from ir.errors import Refused
@@ -17,6 +18,7 @@ from planner.approximations import divides_something
 from planner.fewer_devices import Shares, fewer_devices, tensor_degrees
 from planner.least_costs import LeastCosts
 from planner.pins import Candidate, Pins, candidates, meshes, zero_stages
+from planner.stage_counts import stage_counts
 from planner.workload import Workload
 
 FEW = 16
@@ -114,6 +116,14 @@ class Options:
     def _of_mesh(self, mesh: Mesh) -> Iterator[Candidate]:
         calls = len(self.work.graph.calls)
         if mesh.pipeline <= calls and (mesh.data == 1 or self.has_batch):
+            virtual = stage_counts(mesh.pipeline, calls, self._longest)
             yield from candidates(
-                self.pins, mesh, self.work.global_batch, calls, whole_batch=self._is_whole
-            )
+                self.pins, mesh, self.work.global_batch, calls, whole_batch=self._is_whole,
+                virtual=virtual,
+            )  # fmt: skip
+
+    @property
+    def _longest(self) -> int:
+        """Of the runs of equal blocks."""
+        variants = [self.work.variant_of[n] for n in range(len(self.work.variant_of))]
+        return max(len(list(run)) for _, run in groupby(variants))

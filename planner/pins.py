@@ -7,7 +7,7 @@ be honoured is a `UsageError` with the nearest legal values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, isqrt, prod
 from typing import Any
@@ -29,9 +29,6 @@ WORDS: Mapping[str, tuple[object, ...]] = {
 """What those pins may be that are no counts."""
 MOST_ROWS = 2**31 - 1
 """Of a global batch."""
-VIRTUAL_STAGES = (2, 4, 8)
-"""Stages per rank that the interleaved schedule is tried with: each halves the fill once more, and
-doubles what is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,11 +280,13 @@ def meshes(pins: Pins, n_devices: int) -> Iterator[Mesh]:
 
 
 def candidates(
-    pins: Pins, mesh: Mesh, global_batch: int, calls: int, *, whole_batch: bool
-) -> Iterator[Candidate]:
+    pins: Pins, mesh: Mesh, global_batch: int, calls: int, *, whole_batch: bool,
+    virtual: Sequence[int] = (),
+) -> Iterator[Candidate]:  # fmt: skip
     """The micro-batch counts and schedules of one mesh; none if its ranks can't share the rows.
 
-    `calls`: how many blocks there are to make stages of.
+    `calls`: how many blocks there are to make stages of; `virtual`: the numbers of stages per rank
+    to try, if they are not pinned.
     """
     if global_batch % mesh.data:
         return
@@ -295,11 +294,13 @@ def candidates(
     counts = [1] if whole_batch else divisors(rows)
     for count in counts:
         if pins.micro_batches in (None, count):
-            for schedule, virtual in schedules(pins, mesh.pipeline, count, calls):
-                yield Candidate(mesh, count, schedule, rows // count, virtual)
+            for schedule, stages in schedules(pins, mesh.pipeline, count, calls, virtual):
+                yield Candidate(mesh, count, schedule, rows // count, stages)
 
 
-def schedules(pins: Pins, ranks: int, micro_batches: int, calls: int) -> Iterator[tuple[str, int]]:
+def schedules(
+    pins: Pins, ranks: int, micro_batches: int, calls: int, several: Sequence[int]
+) -> Iterator[tuple[str, int]]:
     """(schedule, stages per rank) that the pins and the sizes allow.
 
     1F1B is as fast as GPipe and holds less, so GPipe is only taken when it is pinned. Without a
@@ -317,7 +318,7 @@ def schedules(pins: Pins, ranks: int, micro_batches: int, calls: int) -> Iterato
             if pins.virtual_stages in (None, 1):
                 yield name, 1
             continue
-        for virtual in VIRTUAL_STAGES if pins.virtual_stages is None else (pins.virtual_stages,):
+        for virtual in several if pins.virtual_stages is None else (pins.virtual_stages,):
             fits = min(ranks, virtual) > 1 and ranks * virtual <= calls
             if fits and fits_rounds(ranks, micro_batches):
                 yield name, virtual

@@ -1,7 +1,8 @@
-"""The least pace of ranks with several stages, whatever blocks each of them has.
+"""The least step of ranks with several stages, whatever blocks each of them has.
 
 Input: a `StageProblem` with a stage per rank; per rank, what its stages hold at their fullest
-moments. Output: seconds that the slowest rank takes for a micro-batch at least. Any share of the
+moments, and how long it waits at least. Output: seconds that the rank which takes longest does, for
+all micro-batches with its wait. Any share of the
 blocks is allowed, in any order, with kept values in fractions. Of the longest run a rank may have
 any number, of the other blocks any set: for a limit on the seconds of every rank, the most blocks
 of the longest run that all can take are counted by dynamic programming over those sets, and the
@@ -18,7 +19,7 @@ from math import inf
 import numpy as np
 
 from ir.schedules import Held
-from planner.interleave import least_blocks
+from planner.interleaved_cuts import least_of
 from planner.stage_cuts import Array, indifferent_prices
 from planner.stage_problem import Point, Run, StageProblem
 
@@ -28,15 +29,16 @@ MOST_OTHERS = 6
 Moments = tuple[tuple[Held, ...], ...]
 
 
-def least_pace_s(problem: StageProblem, moments: Sequence[Moments]) -> float:
+def least_slowest_s(
+    problem: StageProblem, moments: Sequence[Moments], leads_s: Sequence[float]
+) -> float:
     """Infinity if no share fits the memory; 0 for models of too many kinds of blocks."""
     blocks = problem.block_runs
     longest = max(range(len(problem.runs)), key=lambda r: problem.runs[r].count)
     others = tuple(r for r in blocks if r != longest)
     if len(others) > MOST_OTHERS:
         return 0.0
-    share = _Shares(problem, tuple(moments), longest, others)
-    return share.least_pace_s()
+    return _Shares(problem, tuple(moments), tuple(leads_s), longest, others).least_slowest_s()
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class _Shares:
 
     problem: StageProblem
     moments: tuple[Moments, ...]
+    leads_s: tuple[float, ...]
     longest: int
     others: tuple[int, ...]
 
@@ -56,8 +59,8 @@ class _Shares:
     def sets(self) -> range:
         return range(2 ** len(self.others))
 
-    def least_pace_s(self) -> float:
-        """By bisection over the seconds that some share of a rank takes."""
+    def least_slowest_s(self) -> float:
+        """By bisection over the seconds that some share of a rank takes in all."""
         limits = np.unique(self.seconds[np.isfinite(self.seconds)])
         if not len(limits) or not self._is_enough(float(limits[-1])):
             return inf
@@ -88,16 +91,35 @@ class _Shares:
 
     @cached_property
     def seconds(self) -> Array:
-        """[rank, set, number]: least seconds of a rank with those blocks; infinity if too large."""
+        """[rank, set, number]: least seconds of a rank with those blocks, of all micro-batches and
+        its wait; infinity if too large."""
         known: dict[tuple[object, ...], Array] = {}
-        rows, problem = [], self.problem
+        problem, count = self.problem, self.problem.micro_batches
+        found = np.full((len(self.moments), len(self.sets), self.count + 1), inf)
         for rank, moments in enumerate(self.moments):
             kind = (problem.unlike[rank], problem.capacity_bytes[rank]) if problem.unlike else ()
-            key = (problem.exposed_send_s(rank), moments, kind)
-            if key not in known:
-                known[key] = np.stack([self._of_rank(rank, mine) for mine in self.sets])
-            rows.append(known[key])
-        return np.stack(rows)
+            for mine in self._placed(rank):
+                key = (mine, problem.exposed_send_s(rank), moments, kind)
+                if key not in known:
+                    known[key] = self._of_rank(rank, mine)
+                found[rank, mine] = count * known[key] + self.leads_s[rank]
+        return found
+
+    def _placed(self, rank: int) -> list[int]:
+        """The sets with the model's first block on the first rank, its last one on the last."""
+        first = last = 0
+        if self._ends[0] != self.longest:
+            first = 1
+        if self._ends[1] != self.longest:
+            last = 1 << (len(self.others) - 1)
+        there = (first if rank == 0 else 0) | (last if rank == len(self.moments) - 1 else 0)
+        return [mine for mine in self.sets if mine & (first | last) == there]
+
+    @cached_property
+    def _ends(self) -> tuple[int, int]:
+        """The runs of the first and of the last block."""
+        blocks = self.problem.block_runs
+        return blocks[0], blocks[-1]
 
     def _of_rank(self, rank: int, mine: int) -> Array:
         """[number]: by duality, over some prices of a byte: any price gives a bound."""
@@ -125,17 +147,21 @@ class _Shares:
             best = np.maximum(best, total - price * room)
         smallest = sum(n * size.min(axis=0) for n, size in zip(counts, sizes, strict=True))
         best += self.problem.exposed_send_s(rank)
-        return np.where(smallest <= room * (1 + 1e-9), best, inf)
+        is_enough = numbers + len(runs) >= self._least * len(self.moments[rank][0])
+        return np.where(is_enough & (smallest <= room * (1 + 1e-9)), best, inf)
+
+    @cached_property
+    def _least(self) -> int:
+        """Blocks of a stage."""
+        return least_of(self.problem, len(self.moments) * len(self.moments[0][0]))
 
     def _held(self, moments: Moments, numbers: Array, others: int) -> Array:
         """[number]: micro-batches held per block, at least: every stage of the rank has its least
         number of blocks, and all but `others` of those are of the longest run."""
         most = np.zeros(len(numbers))
-        stages = len(self.moments) * len(moments[0])
-        least = least_blocks(self.problem, stages)
         for moment in moments:
             held = sorted(h.forward for h in moment)
-            forced = [h for h in held for _ in range(least)]
+            forced = [h for h in held for _ in range(self._least)]
             forced = forced[: max(0, len(forced) - others)]
             places = np.minimum(numbers, len(forced))
             sums = np.concatenate([[0.0], np.cumsum(forced)])[places.astype(int)]

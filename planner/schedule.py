@@ -6,7 +6,8 @@ micro-batches, and seconds F, B (of the input's half, where backward is split) a
 half of one micro-batch on one rank, a step of equal stages takes
 
     gpipe, 1f1b   M (F + B) + (P - 1) (F + B)               Narayanan et al., SC 2021, section 2.2
-    interleaved   M (F + B) + (P - 1) (F + B) / v           the same, v stages per rank
+    interleaved   M (F + B) + (P - 1) (F + B) / v           the same, v stages per rank; of stages
+                  that differ the longest way through all actions (`planner.longest_way`)
     zero-bubble   M (F + B + W) + (P - 1) (F + B) - (min(M, P) - 1) min(B, W)
                   for M >= P and B >= W the (P - 1) (F + B - W) of ZB-H1, Qi et al., ICLR 2024
 """
@@ -17,10 +18,12 @@ from functools import lru_cache
 import numpy as np
 
 from ir.schedules import SCHEDULES, Held, held_over_time, schedule_order, splits_backward
+from planner.longest_way import longest_way_s
 
 __all__ = [
     "SCHEDULES", "Shape", "StageTime", "bubble_s", "held_batches", "held_pieces", "in_flight",
-    "mean_speed", "moments", "pipeline_step_s", "settled_batches", "shared_step_s", "slowest_s",
+    "mean_speed", "moments", "pipeline_step_s", "rank_seconds", "settled_batches",
+    "shared_step_s", "slowest_s",
 ]  # fmt: skip
 
 StageTime = tuple[float, float]  # seconds of one micro-batch's forward and backward on a stage
@@ -112,16 +115,22 @@ def pipeline_step_s(
 ) -> float:  # fmt: skip
     """(M - 1) slowest + sum over ranks of (forward + backward): seconds from first to last.
 
-    `times` are of all stages of a rank together. With v virtual stages the fill, that is the sum
-    less the slowest, takes a v-th of it. `weight_s`: the weights' half of each backward, where the
-    schedule splits it: a rank fills its wait with it, and the step is the longest way, of all
-    micro-batches on one rank and the fill of the others.
+    `times` are of every stage. Interleaved: the longest way through all actions, exact. With any
+    other schedule `times` are of ranks, and v virtual stages are those of a program whose stages
+    are not known one by one: the fill, that is the sum less the slowest, takes a v-th of it.
+    `weight_s`: the weights' half of each backward, where the schedule splits it: a rank fills its
+    wait with it, and the step is the longest way, of all micro-batches on one rank and the fill of
+    the others.
 
-    GPipe: exact, as two flow shops of identical jobs (also when its stages differ). The others are
-    exact for equal stages, and 1F1B's an upper bound whenever the stages differ only by a factor;
-    where forward and backward are unbalanced in opposite ways the true time can be some percent
-    longer.
+    GPipe: exact, as two flow shops of identical jobs (also when its stages differ). 1F1B and
+    zero-bubble are exact for equal stages, and 1F1B's an upper bound whenever the stages differ
+    only by a factor; where forward and backward are unbalanced in opposite ways the true time can
+    be some percent longer.
     """
+    if schedule == "interleaved":
+        ranks = len(times) // virtual_stages
+        way = longest_way_s(schedule, ranks, micro_batches, virtual_stages, np.array([times]))
+        return float(way[0])
     sum_s = sum(forward + backward for forward, backward in times)
     pace_s = slowest_s(times, schedule)
     if splits_backward(schedule) and weight_s:
@@ -132,6 +141,14 @@ def pipeline_step_s(
     if virtual_stages > 1:
         return micro_batches * pace_s + max(0.0, sum_s - pace_s) / virtual_stages
     return (micro_batches - 1) * pace_s + sum_s
+
+
+def rank_seconds(
+    times: Sequence[StageTime], schedule: str, virtual_stages: int
+) -> list[float]:
+    """Of a micro-batch on each rank, from `times` as of `pipeline_step_s`."""
+    ranks = len(times) // (virtual_stages if schedule == "interleaved" else 1)
+    return [sum(f + b for f, b in times[rank::ranks]) for rank in range(ranks)]
 
 
 def shared_step_s(
@@ -147,8 +164,8 @@ def shared_step_s(
     step_s = pipeline_step_s(times, micro_batches, schedule, virtual_stages, weight_s)
     if core_sharing == 1.0:
         return step_s
-    mean_s = sum(forward + backward for forward, backward in times) / len(times)
-    return max(step_s / core_sharing, micro_batches * mean_s)
+    ranks_s = rank_seconds(times, schedule, virtual_stages)
+    return max(step_s / core_sharing, micro_batches * sum(ranks_s) / len(ranks_s))
 
 
 def mean_speed(
@@ -180,7 +197,7 @@ def bubble_s(
 ) -> float:  # fmt: skip
     """Seconds in which the busiest rank waits; where ranks share cores, in which these do."""
     shape = micro_batches, schedule, virtual_stages, weight_s
-    seconds = [forward + backward for forward, backward in times]
+    seconds = rank_seconds(times, schedule, virtual_stages)
     if core_sharing == 1.0:
         return pipeline_step_s(times, *shape) - micro_batches * max(seconds)
     busy_s = micro_batches * (sum(seconds) / len(seconds))

@@ -158,17 +158,18 @@ class StagePrices:
 
     def _timed(self, program: Spmd, bound_s: float) -> tuple[Prediction, list[StageTime]]:
         """The prediction without what ranks hold, and their seconds."""
-        pairs, moves = self._rank_seconds(program)
-        times, sharing = [(f.total_s, b.total_s) for f, b in pairs], self.cost.core_sharing
-        shape = self._shape(program)
-        sync_s, update_s = max(self._tails(program, moves, [b for _, b in times]), key=sum)
+        of_stages, moves = self._stage_seconds(program)
+        pairs = by_rank(of_stages, self.candidate.mesh.pipeline)
+        ranks, times = _totals(pairs), _totals(of_stages)
+        shape, sharing = self._shape(program), self.cost.core_sharing
+        sync_s, update_s = max(self._tails(program, moves, [b for _, b in ranks]), key=sum)
         total = self._worked(pairs).times(self.candidate.micro_batches)
         step_s = shared_step_s(times, *shape) + sync_s + update_s
         prediction = Prediction(
             step_s, total.compute_s, total.communication_s + sync_s, bubble_s(times, *shape),
             update_s, min(bound_s / sharing, step_s), int(self.cost.capacity_bytes), (),
         )  # fmt: skip
-        return prediction, times
+        return prediction, ranks
 
     def _shape(self, program: Spmd) -> Shape:
         """Of the pipeline, beside the seconds of its ranks: all that the step depends on."""
@@ -186,19 +187,19 @@ class StagePrices:
             return max(ranks, key=lambda rank: rank.total_s)
         return sum(ranks, Seconds()).times(1 / len(ranks))
 
-    def _rank_seconds(
+    def _stage_seconds(
         self, program: Spmd
     ) -> tuple[list[tuple[Seconds, Seconds]], list[Exchange]]:
-        """Forward and backward of a micro-batch per rank, with what the data axis adds to it."""
-        pairs = self._stage_seconds(program)
+        """Forward and backward of a micro-batch per stage, with what the data axis adds to it."""
+        pairs = self._sending_seconds(program)
         moves = [self._exchange(program, s, f, b) for s, (f, b) in enumerate(pairs)]
         pairs = [
             (f + Seconds(0.0, move.forward_s), b + Seconds(0.0, move.backward_s))
             for (f, b), move in zip(pairs, moves, strict=True)
         ]
-        return by_rank(pairs, self.candidate.mesh.pipeline), moves
+        return pairs, moves
 
-    def _stage_seconds(self, program: Spmd) -> list[tuple[Seconds, Seconds]]:
+    def _sending_seconds(self, program: Spmd) -> list[tuple[Seconds, Seconds]]:
         """Forward and backward of a micro-batch, with the actual sends: on both their sides, or
         on the sender's where they meet what comes back."""
         own, hidden = self._own_seconds(program), self.memories.hidden_stages
@@ -310,8 +311,8 @@ class StagePrices:
 
     def _mean_speed(self, program: Spmd) -> float:
         """Of ranks that share cores, in a step, over that of all computing at once."""
-        pairs, _ = self._rank_seconds(program)
-        return mean_speed([(f.total_s, b.total_s) for f, b in pairs], *self._shape(program))
+        pairs, _ = self._stage_seconds(program)
+        return mean_speed(_totals(pairs), *self._shape(program))
 
     def _rank_state(self, program: Spmd, rank: int) -> list[str]:
         """What several stages of a rank hold is there once."""
@@ -332,3 +333,7 @@ class StagePrices:
             held_bytes, working_bytes, state.host_bytes + here.memories.host_bytes(program, rank),
             here.cost.capacity_bytes if self.are_unlike else 0,
         )  # fmt: skip
+
+
+def _totals(pairs: Sequence[tuple[Seconds, Seconds]]) -> list[StageTime]:
+    return [(forward.total_s, backward.total_s) for forward, backward in pairs]

@@ -59,7 +59,8 @@ class StageProblem:
     which no other one is worse; left out, as many whole micro-batches as the schedule has there.
     `moments`: per rank of several stages, what all of them hold at such moments of the rank.
     `unlike`: per stage the same runs with the points and seconds of its device, where stages lie on
-    different ones.
+    different ones. `round_s`: where ranks of several stages are meant, the same seconds from the
+    last rank to the first.
     """
 
     runs: tuple[Run, ...]
@@ -72,6 +73,7 @@ class StageProblem:
     held: tuple[tuple[Held, ...], ...] = ()
     moments: tuple[tuple[tuple[Held, ...], ...], ...] = ()
     unlike: tuple[tuple[Run, ...], ...] = ()
+    round_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -95,6 +97,11 @@ class StageProblem:
         """The run of each block, in model order."""
         return tuple(r for r, run in enumerate(self.runs) for _ in range(run.count))
 
+    @property
+    def virtual(self) -> int:
+        """Stages per rank."""
+        return self.stages // len(self.moments) if self.moments else 1
+
     def runs_at(self, stage: int) -> tuple[Run, ...]:
         """The runs on the device of a stage."""
         return self.unlike[stage] if self.unlike else self.runs
@@ -106,7 +113,8 @@ class StageProblem:
 
     def exposed_send_s(self, stage: int) -> float:
         """Seconds per micro-batch that a stage spends on sends to both its neighbours."""
-        return sum(self.send_s[max(stage - 1, 0) : stage + 1])
+        is_end = stage in (0, self.stages - 1)
+        return sum(self.send_s[max(stage - 1, 0) : stage + 1]) + is_end * self.round_s
 
     def held_at(self, stage: int) -> tuple[Held, ...]:
         """What the stage holds at its fullest moments."""
@@ -177,7 +185,7 @@ def price(problem: StageProblem, assignment: Assignment, bound_s: float = 0.0) -
         for runs, stage in ((problem.runs_at(s), stage) for s, stage in enumerate(assignment))
     )
     weight_s = weights_s(problem, assignment)
-    shape = problem.micro_batches, problem.schedule
+    shape = problem.micro_batches, problem.schedule, problem.virtual
     step_s = pipeline_step_s(times, *shape, weight_s=weight_s) + tail_s
     bound_s = min(bound_s, step_s)
     return StagePlan(

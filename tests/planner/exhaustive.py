@@ -37,7 +37,7 @@ from ir.spmd import StageCall
 from planner.calibrated import cost_model
 from planner.cost import CostModel
 from planner.pieces import Pieces, priced
-from planner.pins import VIRTUAL_STAGES, Candidate
+from planner.pins import Candidate
 from planner.price import OPTIMIZER_TENSORS
 from planner.recompute import MenuPoint, named_point
 from planner.sharding import ShardingResult
@@ -170,7 +170,7 @@ def every_candidate(work: Workload, cluster: Cluster) -> Iterator[Candidate]:
         if pipeline * data * tensor != n or pipeline > calls or batch % data:
             continue
         for count in (c for c in range(1, batch + 1) if batch // data % c == 0):
-            for schedule, virtual in product(SCHEDULES, (1, *VIRTUAL_STAGES)):
+            for schedule, virtual in product(SCHEDULES, range(1, calls + 1)):
                 if pipeline * virtual > calls or not _has_order(schedule, pipeline, count, virtual):
                     continue
                 for zero in range(4 if data > 1 else 1):
@@ -268,15 +268,20 @@ def _point_s(point: MenuPoint) -> float:
 
 
 def _even_step(candidate: Candidate) -> float:
-    """A step of ranks that share a micro-batch evenly, when that takes 1 on all together."""
+    """A step of ranks that share a micro-batch evenly, when that takes 1 on all together; of
+    several stages on a rank the first may take next to nothing."""
+    if candidate.virtual_stages > 1:
+        return candidate.micro_batches / candidate.mesh.pipeline
     return _least_step_s(candidate, [1 / candidate.stages] * candidate.stages)
 
 
 def _least_step_s(candidate: Candidate, stage_s: list[float]) -> float:
     """By the blocks alone: the slowest rank with every micro-batch, and the fill where nothing
-    is taken off it."""
+    is taken off it; of several stages on a rank, that of the last one."""
     times = [sum(stage_s[s] for s in candidate.stages_of(rank))
              for rank in range(candidate.mesh.pipeline)]  # fmt: skip
-    pace_s = max(times)
+    count, pace_s = candidate.micro_batches, max(times)
+    if candidate.virtual_stages > 1:
+        return max(count * pace_s, count * times[-1] + sum(stage_s[: len(times) - 1]))
     fill_s = 0.0 if splits_backward(candidate.schedule) else sum(times) - pace_s
-    return candidate.micro_batches * pace_s + fill_s / candidate.virtual_stages
+    return count * pace_s + fill_s

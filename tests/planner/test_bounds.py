@@ -22,7 +22,7 @@ from planner.least_problem import LeastProblem
 from planner.pieces import best_menu, pieces, whole
 from planner.pins import Candidate, read_pins
 from planner.places import PlacedBounds
-from planner.rank_bound import least_pace_s
+from planner.rank_bound import least_slowest_s
 from planner.recompute_program import KeptProgram
 from planner.schedule import moments
 from planner.search import LEVELS, Search
@@ -188,7 +188,8 @@ def pace_by_cuts(problem: StageProblem) -> float:
 
 def pace_by_shares(problem: StageProblem) -> float:
     """Of the slower rank, in any share."""
-    return least_pace_s(problem, [moments("1f1b", rank, 2, 4) for rank in range(2)])
+    found = [moments("1f1b", rank, 2, 4) for rank in range(2)]
+    return least_slowest_s(problem, found, (0.0, 0.0)) / problem.micro_batches
 
 
 @pytest.mark.parametrize("pace_s", [pace_by_cuts, pace_by_shares])

@@ -52,8 +52,7 @@ def formula_s(pipeline: Pipeline, schedule: str, virtual: int, micro: int) -> fl
         if pipeline.senders_wait:
             forward[transfer.target] += transfer.forward_s
             backward[transfer.source] += transfer.gradient_s or 0.0
-    ranks = len(pipeline.order)
-    times = [(sum(forward[r::ranks]), sum(backward[r::ranks])) for r in range(ranks)]
+    times = list(zip(forward, backward, strict=True))
     weights = [stage.weight_s for stage in pipeline.stages] if schedule == "zero-bubble" else []
     return pipeline_step_s(times, micro, schedule, virtual, weights)
 

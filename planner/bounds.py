@@ -1,6 +1,6 @@
 """Lower bounds of candidates: what no sharding, kept values or cuts beat under the cost model.
 
-Input: a candidate. Output: seconds of a step, at four levels, each closer and slower to find.
+Input: a candidate. Output: seconds of a step, at five levels, each closer and slower to find.
 
     (1) every node takes what its fastest strategy takes and nothing is communicated; stages share
         all work evenly, but no layer is cut; recomputation makes room for all stages together
@@ -8,6 +8,7 @@ Input: a candidate. Output: seconds of a step, at four levels, each closer and s
         together, as far as others with the same local shapes tell
     (3) the same, by a linear program of its own
     (4) the best cuts into stages, each recomputing what its own memory asks for
+    (5) the same where ranks have several stages, with the exchange of gradients in their sharding
 
 What they are made of is in `planner.least_costs` and `planner.least_problem`.
 """
@@ -24,7 +25,7 @@ from ir.cluster import Cluster
 from ir.schedules import splits_backward
 from planner.interleaved_cuts import least_blocks
 from planner.least_costs import LeastCosts
-from planner.least_problem import LeastProblem
+from planner.least_problem import Exchange, LeastProblem
 from planner.phases import PHASES, Phase
 from planner.pins import Candidate
 from planner.rank_bound import least_slowest_s
@@ -149,10 +150,13 @@ class Bounds:
     def _sharing(self, candidate: Candidate) -> float:
         return self.least.cost_of(candidate.mesh).core_sharing
 
-    # (2), (3) and (4)
+    # (2) to (5)
 
     def close_s(self, candidate: Candidate, level: int) -> float:
-        """As `quick_s`, closer: (2), (3) or (4)."""
+        """As `quick_s`, closer: (2) to (5); 0 where a level has nothing to add."""
+        if level == 5:
+            is_closer = candidate.virtual_stages > 1 and self._problem.has_exchange(candidate)
+            return self._shares_s(candidate, Exchange.TOGETHER) if is_closer else 0.0
         if level == 4:
             return self._cuts_s(candidate)
         if (candidate.mesh.tensor == 1 and level == 2) or self.of_ranks:
@@ -196,7 +200,7 @@ class Bounds:
     def _cuts_s(self, candidate: Candidate) -> float:
         """By the best cuts into ranks or, for ranks of several stages, the best share of blocks."""
         if candidate.virtual_stages > 1:
-            return self._shares_s(candidate)
+            return self._shares_s(candidate, Exchange.APART)
         problem, sharing = self._problem.of(candidate), self._sharing(candidate)
         seconds, tails = relaxed_seconds(problem), tail_seconds(problem)
         if splits_backward(candidate.schedule):
@@ -204,11 +208,11 @@ class Bounds:
         cuts = best_cuts(seconds, tails, candidate.micro_batches)
         return inf if cuts is None else float(cuts.cost_s) / sharing
 
-    def _shares_s(self, candidate: Candidate) -> float:
+    def _shares_s(self, candidate: Candidate, exchange: Exchange) -> float:
         """By the best share of the blocks for ranks of several stages. The exchange of gradients of
         repeated blocks is in their seconds: the slowest rank has its own."""
         least, ranks = self.least, range(candidate.mesh.pipeline)
-        problem = self._problem.of(candidate, with_exchange=True)
+        problem = self._problem.of(candidate, exchange)
         moments = [least.moments(candidate, rank) for rank in ranks]
         slowest_s = least_slowest_s(problem, moments, self.leads_s(candidate))
         sum_s = least.total_s(candidate) + sum(problem.exposed_send_s(rank) for rank in ranks)

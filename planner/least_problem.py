@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from ir.schedules import Held, splits_backward
 from planner.cost import CostModel
@@ -18,6 +19,15 @@ from planner.sharding_bound import BlockBound
 from planner.stage_problem import Point, Run, StageProblem
 
 
+class Exchange(Enum):
+    """What the tensor and data axes do once per step with the gradients of blocks that repeat: left
+    out, or in the seconds of these, as if parameters were cut evenly or by one sharding for all."""
+
+    LEFT_OUT = auto()
+    APART = auto()
+    TOGETHER = auto()
+
+
 @dataclass(frozen=True)
 class LeastProblem:
     """`of_ranks`: per pipeline rank the least that its own devices take, where ranks lie on
@@ -26,22 +36,21 @@ class LeastProblem:
     least: LeastCosts
     of_ranks: Sequence[LeastCosts] = ()
 
-    def of(self, candidate: Candidate, *, with_exchange: bool = False) -> StageProblem:
-        """`with_exchange`: what the tensor and data axes do once per step with the gradients of
-        blocks that repeat is in the seconds of these."""
+    def of(self, candidate: Candidate, exchange: Exchange = Exchange.LEFT_OUT) -> StageProblem:
         mesh, cost = candidate.mesh, self.least.cost_of(candidate.mesh)
-        is_one = mesh.tensor == 1 or candidate.zero > 1 or self.least.cluster.calibration
-        once, virtual = 1.0 if with_exchange and not is_one else 0.0, candidate.virtual_stages
+        if not self.has_exchange(candidate):
+            exchange = Exchange.LEFT_OUT
+        virtual = candidate.virtual_stages
         capacity_bytes = (float(cost.capacity_bytes),) * mesh.pipeline
         unlike: tuple[tuple[Run, ...], ...] = ()
         if self.of_ranks:
             capacity_bytes = tuple(
                 float(least.cost_of(mesh).capacity_bytes) for least in self.of_ranks
             )
-            of_kinds = {id(x): LeastProblem(x)._runs(candidate, once) for x in self.of_ranks}
+            of_kinds = {id(x): LeastProblem(x)._runs(candidate, exchange) for x in self.of_ranks}
             unlike = tuple(of_kinds[id(least)] for least in self.of_ranks)
         return StageProblem(
-            self._runs(candidate, once, exact=not unlike), mesh.pipeline,
+            self._runs(candidate, exchange, exact=not unlike), mesh.pipeline,
             candidate.micro_batches, candidate.schedule, capacity_bytes,
             tuple(
                 virtual * self.least.moves.send_s(candidate, cost, stage)
@@ -52,24 +61,36 @@ class LeastProblem:
             round_s=(virtual - 1) * self.least.moves.send_s(candidate, cost),
         )  # fmt: skip
 
-    def _runs(self, candidate: Candidate, once: float, *, exact: bool = True) -> tuple[Run, ...]:
+    def has_exchange(self, candidate: Candidate) -> bool:
+        """Whether what the axes do once per step can be told apart and depends on shardings."""
+        is_measured = self.least.cluster.calibration is not None
+        return candidate.mesh.tensor > 1 and candidate.zero < 2 and not is_measured
+
+    def _runs(
+        self, candidate: Candidate, exchange: Exchange, *, exact: bool = True
+    ) -> tuple[Run, ...]:
         """What all blocks take at least; `exact`: by shardings, where there are any."""
         least, exact = self.least, exact and candidate.mesh.tensor > 1
-        cost = least.cost_of(candidate.mesh)
-        exchange_s = least.state.exchange_s(candidate) if once else 0.0
+        cost, micro_batches = least.cost_of(candidate.mesh), candidate.micro_batches
+        exchange_s = 0.0
+        if exchange is not Exchange.LEFT_OUT:
+            exchange_s = least.state.exchange_s(candidate)
         blocks = least.blocks(candidate)
-        if exact:
-            count = candidate.micro_batches
-            blocks = least.curves(candidate, exchange_s / count, once / count)
+        if exact and exchange is Exchange.TOGETHER:
+            blocks = least.curves(candidate, exchange_s / micro_batches, 1 / micro_batches)
+        elif exact:
+            blocks = least.curves(candidate)
         runs = []
         for variant, count, state in least.state.runs(candidate):
             added_s = self.added_s(candidate, cost, state) / count
             added_s += (state.gather_s + state.scatter_s) / count
+            sync_s, moved_s = state.sync_s, exchange_s * state.summed_bytes
+            if len(least.work.kinds[variant].calls) > 1:
+                sync_s = max(0.0, sync_s - moved_s)
+                if exchange is Exchange.APART:
+                    added_s += moved_s / count / micro_batches
             shardings = self._shardings(candidate, blocks[variant], state, count)
             points = self._points(candidate, variant, added_s, shardings)
-            sync_s = state.sync_s
-            if len(least.work.kinds[variant].calls) > 1:
-                sync_s = max(0.0, sync_s - exchange_s * state.summed_bytes)
             ends = sync_s / count, state.update_s / count
             runs.append(Run(str(variant), count, points, *ends))
         return tuple(runs)

@@ -45,7 +45,7 @@ IN_FLIGHT = 2
 """How many times so many are asked for before the first answers count."""
 MANY, SHORT_S = 64, 0.5
 """Requests, or seconds of a search, from which on other processes help."""
-LEVELS = 4
+LEVELS = 5
 GAP = 0.005
 """Relative; the search ends when no plan can be better than the best by more."""
 PATIENCE = 8

@@ -16,7 +16,7 @@ def stage_counts(ranks: int, blocks: int, longest: int) -> tuple[int, ...]:
     """At most three, rising: the fewest, the most and one between them.
 
     >>> stage_counts(8, 98, 96), stage_counts(16, 98, 96), stage_counts(8, 90, 5)
-    ((2, 4, 6), (2, 3, 6), (2, 4, 8))
+    ((2, 3, 6), (2, 3, 6), (2, 4, 8))
     """
     shared = (blocks, longest) if 2 * longest > blocks else (blocks,)
     possible = range(2, min(MOST_STAGES, blocks // max(1, ranks)) + 1)

@@ -14,6 +14,7 @@ from ir.cluster import Cluster, Mesh
 from ir.device import Device
 from ir.lower import Degrees, Lowered
 from ir.offload import offloads_activations
+from ir.spmd import lower_all
 from planner.boundary_sends import send_terms
 from planner.calibrated import cost_model
 from planner.cost import CostModel
@@ -67,8 +68,9 @@ class Supply:
 
     def lowered(self, rows: int, data: int, micro_batches: int) -> tuple[Lowered, ...]:
         """The blocks of one of so many data ranks."""
-        candidate = Candidate(Mesh(data=data), micro_batches, "1f1b", rows)
-        return self._priced(candidate, self.whole).lowered
+        degrees = Candidate(Mesh(data=data), micro_batches, "1f1b", rows).degrees
+        work, shardings = self.work, self.whole.shardings
+        return lower_all(work.graph, work.flow, work.kinds, shardings, degrees)
 
     def pieces(self, candidate: Candidate, price_s: float) -> Pieces:
         """Of the cheapest shardings when a byte of state costs so many seconds per micro-batch."""

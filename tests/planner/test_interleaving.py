@@ -1,8 +1,13 @@
 """Stages of ranks that have several: what they keep is bounded by what is held at a moment."""
 
+from itertools import combinations
+
+import pytest
+
 from planner.interleave import Interleaving
 from planner.schedule import moments
-from planner.stage_problem import Point, Run, StagePlan, StageProblem
+from planner.stage_counts import stage_counts
+from planner.stage_problem import Choice, Point, Run, StagePlan, StageProblem, price
 
 
 def test_ranks_of_several_stages_keep_what_fits_at_every_moment() -> None:
@@ -30,3 +35,52 @@ def test_ranks_of_several_stages_keep_what_fits_at_every_moment() -> None:
 
     assert points(planned(10.0 * most + 2)) == {0}
     assert 1 in points(planned(10.0 * most + 1))
+
+
+def layers_and_head(layers: int, ranks: int, virtual: int, micro_batches: int) -> StageProblem:
+    """Of 1 + 2 seconds each, between an embedding of next to nothing and a head of one second."""
+    held = tuple(moments("interleaved", r, ranks, micro_batches, virtual) for r in range(ranks))
+    of_stages = tuple(tuple(m[s // ranks] for m in held[s % ranks]) for s in range(ranks * virtual))
+    runs = (
+        Run("embedding", 1, (Point(0.01, 0.02, 0.0, 1.0, 0.0),)),
+        Run("layers", layers, (Point(1.0, 2.0, 0.0, 1.0, 0.0),)),
+        Run("head", 1, (Point(0.3, 0.7, 0.0, 1.0, 0.0),)),
+    )
+    return StageProblem(
+        runs, ranks * virtual, micro_batches, "interleaved", (1e9,) * ranks * virtual,
+        held=of_stages, moments=held,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("layers", "ranks", "virtual"), [(8, 2, 2), (7, 2, 2), (9, 3, 2)])
+def test_cuts_of_several_stages_per_rank_are_the_best_of_all(
+    layers: int, ranks: int, virtual: int
+) -> None:
+    """By the seconds that ranks wait for each other, which the seconds of ranks do not tell."""
+    problem = layers_and_head(layers, ranks, virtual, 3 * ranks)
+    found, blocks = Interleaving(problem, ranks).plan(), problem.block_runs
+    best_s = min(
+        price(problem, tuple(
+            tuple(Choice(r, 0, blocks[a:b].count(r)) for r in dict.fromkeys(blocks[a:b]))
+            for a, b in zip((0, *inner), (*inner, len(blocks)), strict=True)
+        )).step_s
+        for inner in combinations(range(1, len(blocks)), problem.stages - 1)
+    )  # fmt: skip
+    assert found.step_s <= 1.001 * best_s
+
+
+def test_stages_of_a_round_are_alike_where_blocks_are_many() -> None:
+    """What the slowest rank takes is not far from the step, with 96 layers on 8 x 8 stages too."""
+    problem = layers_and_head(96, 8, 8, 24)
+    found = Interleaving(problem, 8).plan()
+    ranks_s = [sum(map(sum, found.stage_times[rank::8])) for rank in range(8)]
+    fill_s = sum(map(sum, found.stage_times[:7]))
+    assert found.step_s <= 1.05 * (24 * max(ranks_s) + fill_s)
+
+
+def test_numbers_of_stages_share_the_blocks_evenly_where_some_do() -> None:
+    assert stage_counts(8, 98, 96) == (2, 3, 6)
+    assert stage_counts(16, 128, 126) == (2, 4, 8)
+    assert stage_counts(32, 98, 96) == (3,)
+    assert stage_counts(8, 90, 5) == (2, 4, 8)
+    assert stage_counts(2, 3, 1) == ()

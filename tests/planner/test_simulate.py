@@ -82,6 +82,23 @@ def test_with_sends_the_formulas_are_within_2_percent(
     assert formula_s(pipeline, schedule, virtual, micro) == pytest.approx(simulated_s, rel=0.02)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_interleaved_steps_of_unequal_stages_are_exact(seed: int) -> None:
+    """Ranks whose stages differ wait for each other in every round: up to twice the seconds that
+    the slowest rank works."""
+    rng = random.Random(seed)
+    ranks, virtual, rounds = rng.choice((2, 3, 4, 8)), rng.choice((2, 3, 4)), rng.choice((1, 2, 5))
+    micro = ranks * rounds
+    pipeline = regular("interleaved", ranks, virtual, micro, rng.choice(SECONDS))
+    stages = tuple(
+        StageSeconds(*(part * rng.choice((1, 1, 2, 4)) for part in stage[:2]))
+        for stage in pipeline.stages
+    )
+    pipeline = replace(pipeline, stages=stages)
+    simulated_s = simulate(pipeline).pipeline_s
+    assert formula_s(pipeline, "interleaved", virtual, micro) == pytest.approx(simulated_s)
+
+
 def test_zero_bubble_of_unequal_stages_is_near_the_longest_way() -> None:
     """Stages that differ by up to 20 %: from 4 % below to 14 % above."""
     rng = random.Random(1)

@@ -7,7 +7,7 @@ the plain model, all ranks in this process, in float64.
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -25,24 +25,37 @@ from planner import plan as plan_graph
 from planner.pins import Pins, check_pins, meshes, read_pins
 from runtime.compare import (
     ERRORS,
+    Comparison,
+    PromoteCasts,
     Run,
     Training,
     badness,
     compare,
-    own_precision_error,
     run_plain,
     run_program,
     widened,
     widened_batch,
 )
 from runtime.models import Loaded, load_model
+from runtime.numberless import check_losses
+from runtime.own_precision import own_precision_error
 from runtime.rounding import NUDGES, nudged
-from runtime.undropped import without_dropout
+from runtime.undropped import NothingDropped
 
 EXIT_CODES = {"ok": 0, "refused": 3, "mismatch": 4}
 UNKNOWN: dict[str, Any] = dict.fromkeys(("status", "plan", *ERRORS, "worst", "reason"))
 MOST_RANKS = 128
 """Threads at once; 100 take half a minute for a small model."""
+CONSTANTS = (
+    "constants of the model depend on its dtype (an eps, say), so in float64 it is another one: "
+    "compared with its one-device program, which is the model at its own precision, and to 1e-9 "
+    "where both are traced in float64"
+)
+DROPPED = (
+    "compared with its one-device program only, not with the model: dropout that can't be switched "
+    "off is in it"
+)
+"""What a result says beside its numbers."""
 
 
 def check(
@@ -71,45 +84,86 @@ def check(
     return [checker.check(cluster, pin | split) for split in splits]
 
 
+class _Reference:
+    """What programs of a model are compared with: `train` gives the run of a model."""
+
+    def __init__(self, train: Callable[[nn.Module], Run], model: nn.Module, update: float) -> None:
+        self.train, self.model, self.update = train, model, update
+
+    @cached_property
+    def plain(self) -> Run:
+        return self.train(self.model)
+
+    @cached_property
+    def nudged(self) -> list[Run]:
+        """Runs of copies that differ in a last bit: made where a difference may be rounding."""
+        return [self.train(nudged(self.model, n)) for n in range(NUDGES)]
+
+    def compare(self, found: Run) -> Comparison:
+        plainly = compare(found, self.plain, update=self.update)
+        if plainly.status == "ok":
+            return plainly
+        return compare(found, self.plain, update=self.update, nudged=self.nudged)
+
+
 class _Checker:
     """Compares programs of one model with it, both in float64 with the model's casts promoted.
 
     Where a difference is above the tolerance, copies of the model that differ in a last bit say how
-    far rounding moves each tensor. Where the model drops out, masks come from the program's
-    counter, so the program for one device stands for the plain model; and is compared with it where
-    nothing is dropped.
+    far rounding moves each tensor. The program for one device stands for the plain model in two
+    cases, and is compared with it at the model's own precision. Where the model drops out: masks
+    come from the program's counter; that comparison is with nothing dropped. Where constants of the
+    model depend on its dtype, such as the eps of an RMSNorm: the program has those of the model's
+    own dtype and the model in float64 has others, which a trace in float64 confirms.
     """
 
     def __init__(self, loaded: Loaded, steps: int) -> None:
         own = trace_loaded(loaded)
+        self.loaded = loaded
         self.graph = promote(own)
         self.rows = rows_of(loaded, self.graph)
         self.training = Training(steps)
         self.model = widened(loaded.model)
         self.batch = widened_batch(loaded.args), widened_batch(loaded.kwargs)
-        loss = loaded.loss or find_loss
-        if _drops_out(self.graph):
-            alone = plan_graph(self.graph, Cluster.local(1), global_batch=self.rows)
-            self.trained: Callable[[nn.Module], Run] = lambda model: self.run(alone, model)
-            self.plain = self.trained(self.model)
-            loaded = replace(loaded, model=without_dropout(loaded.model))
-            own = trace_loaded(loaded)  # as it is where nothing is dropped
-        else:
-            self.trained = lambda model: run_plain(model, *self.batch, loss, self.training)
-            self.plain = self.trained(self.model)
+        self.loss = loaded.loss or find_loss
+        self.note = ""
+        self.alone = _Reference(self._run_alone, self.model, self.training.lr)
         if not _drops_out(own):
-            self._check_own_precision(loaded, own, loss)
+            self.reference = _Reference(self._run_plain, self.model, self.training.lr)
+            self._check_own_precision(loaded, own)
+        else:
+            self.reference = self.alone
+            self._check_with_nothing_dropped(loaded)
+        plain = self.reference.plain  # a model that can't be trained is refused here
+        check_losses(plain.losses, plain.gradients)
 
-    def _check_own_precision(self, loaded: Loaded, graph: Graph, loss: Callable[..., Any]) -> None:
+    def _check_with_nothing_dropped(self, loaded: Loaded) -> None:
+        with NothingDropped():
+            kept = trace_loaded(loaded)
+            if _drops_out(kept):
+                self.note = DROPPED
+            else:
+                self._check_own_precision(loaded, kept)
+
+    def _run_plain(self, model: nn.Module) -> Run:
+        return run_plain(model, *self.batch, self.loss, self.training)
+
+    def _run_alone(self, model: nn.Module) -> Run:
+        return self.run(self.graph, self.one_device(self.graph), model)
+
+    def one_device(self, graph: Graph) -> Plan:
+        return plan_graph(graph, Cluster.local(1), global_batch=self.rows)
+
+    def _check_own_precision(self, loaded: Loaded, graph: Graph) -> None:
         """Refuses to go on if the one-device program is not the model at its own precision."""
         chosen = plan_graph(graph, Cluster.local(1), global_batch=self.rows)
         batch = loaded.args, loaded.kwargs
+        wanted = run_plain(loaded.model, *batch, self.loss, Training(1), promote=False)
         found = run_program(*load(emit(graph, chosen)), loaded.model, *batch, Training(1))
-        wanted = run_plain(loaded.model, *batch, loss, Training(1), promote=False)
         error = own_precision_error(found, wanted, loaded.model)
         if not error <= 1:  # unless it is all rounding
             copies = [nudged(loaded.model, n) for n in range(NUDGES)]
-            moved = [run_plain(c, *batch, loss, Training(1), promote=False) for c in copies]
+            moved = [run_plain(c, *batch, self.loss, Training(1), promote=False) for c in copies]
             error = own_precision_error(found, wanted, loaded.model, moved)
         if not error <= 1:
             raise Different(
@@ -118,26 +172,36 @@ class _Checker:
                 "Shardwright; please report the model."
             )
 
-    @cached_property
-    def nudged(self) -> list[Run]:
-        """Runs of copies that differ in a last bit: made where a difference may be rounding."""
-        return [self.trained(nudged(self.model, n)) for n in range(NUDGES)]
+    def run(self, graph: Graph, chosen: Plan, model: nn.Module) -> Run:
+        return run_program(*load(emit(graph, chosen)), model, *self.batch, self.training)
 
-    def run(self, chosen: Plan, model: nn.Module | None = None) -> Run:
-        own = model or self.model
-        return run_program(*load(emit(self.graph, chosen)), own, *self.batch, self.training)
+    @cached_property
+    def has_constants_of_its_dtype(self) -> bool:
+        """Whether the one-device program differs from the model in float64, and the program of a
+        trace in float64 does not."""
+        if self.reference is self.alone or self.reference.compare(self.alone.plain).status == "ok":
+            return False
+        with PromoteCasts():
+            wide = trace_loaded(Loaded(self.model, *self.batch, self.loaded.loss, self.loaded.name))
+        found = self.run(wide, self.one_device(wide), self.model)
+        return self.reference.compare(found).status == "ok"
 
     def check(self, cluster: Cluster, pin: Mapping[str, Any]) -> dict[str, Any]:
+        note = self.note
         try:
             chosen = plan_graph(self.graph, cluster, global_batch=self.rows, pin=dict(pin))
-            ran = self.run(chosen)
-            found = compare(ran, self.plain, update=self.training.lr)
-            if found.status != "ok":
-                found = compare(ran, self.plain, update=self.training.lr, nudged=self.nudged)
+            ran = self.run(self.graph, chosen, self.model)
+            found = self.reference.compare(ran)
+            if found.status != "ok" and self.has_constants_of_its_dtype:
+                found, note = self.alone.compare(ran), CONSTANTS
         except ShardwrightError as error:
             asked = " ".join(f"{key}={value}" for key, value in pin.items())
             return UNKNOWN | {"status": "refused", "plan": asked, "reason": one_paragraph(error)}
-        return UNKNOWN | {"status": found.status, "plan": str(chosen.mesh), **found.to_json()}
+        said = found.to_json()
+        reason = said["reason"] or note or None
+        return UNKNOWN | said | {
+            "status": found.status, "plan": str(chosen.mesh), "reason": reason
+        }  # fmt: skip
 
 
 def _drops_out(graph: Graph) -> bool:

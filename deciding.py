@@ -5,9 +5,7 @@ that was read or made. Where nothing fits, the error says what would.
 """
 
 import argparse
-import io
 from collections.abc import Iterable, Mapping
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -157,8 +155,7 @@ def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def trace_loaded(loaded: Loaded) -> Graph:
     """The graph of a model with its example batch and loss."""
-    with redirect_stderr(io.StringIO()):  # torch.export prints the half-made graph of a refused one
-        return trace(loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, name=loaded.name)
+    return trace(loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, name=loaded.name)
 
 
 def rows_of(loaded: Loaded, graph: Graph) -> int:

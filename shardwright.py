@@ -13,7 +13,6 @@ if __name__ == "__main__":  # before the imports below, which take seconds
 
 import argparse
 import json
-import logging
 import os
 import select
 import tempfile
@@ -129,7 +128,6 @@ def compile(  # the public name, as in torch.compile
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Errors that a user can cause are one paragraph on stderr."""
     options = _parser().parse_args(argv)
-    logging.getLogger("torch").setLevel(logging.CRITICAL)  # a refusal says what torch would log
     try:
         with orderly_end():
             code = options.run(options)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ir.graph import Block, Graph, Node, TensorType
+from ir.graph import Block, Graph, Node, Ref, TensorType
 
 WIDE = {
     "float32": "float64", "float16": "float64", "bfloat16": "float64", "complex64": "complex128",
@@ -37,11 +37,35 @@ def _data(data: Any) -> Any:
 
 
 def _block(block: Block) -> Block:
+    types = block.types
+    made = {node.outputs[0]: f"{node.outputs[0]}_as_made" for node in block.nodes
+            if _is_made(node, types)}  # fmt: skip
+    forward, backward = (
+        tuple(wide for node in nodes for wide in _with_cast(_node(node, types), made))
+        for nodes in (block.forward, block.backward)
+    )
     return replace(
         block,
-        nodes=tuple(_node(node, block.types) for node in block.nodes),
-        types={name: _type(kind) for name, kind in block.types.items()},
+        nodes=forward + backward,
+        n_forward=len(forward),
+        types={name: _type(kind) for name, kind in types.items()}
+        | {raw: types[name] for name, raw in made.items()},
     )
+
+
+def _is_made(node: Node, types: dict[str, TensorType]) -> bool:
+    """Whether a node makes a floating tensor of nothing in torch's default dtype, as `eye` does."""
+    named = node.op == "full" or any(key == "dtype" for key, _ in node.kwargs)
+    return not node.inputs and not named and types[node.outputs[0]].dtype in WIDE
+
+
+def _with_cast(node: Node, made: dict[str, str]) -> tuple[Node, ...]:
+    """The node, with a cast behind it if it makes a tensor in a narrower dtype."""
+    if node.outputs[0] not in made:
+        return (node,)
+    raw, wide = made[node.outputs[0]], (("dtype", f"torch.{WIDE['float32']}"),)
+    cast = Node("_to_copy.default", (Ref(raw),), wide, node.outputs, node.source)
+    return replace(node, outputs=(raw,)), cast
 
 
 def _node(node: Node, types: dict[str, TensorType]) -> Node:

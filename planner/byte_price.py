@@ -34,8 +34,18 @@ def byte_worth(found: Evaluated) -> ByteWorth:
     for stage, calls in enumerate(found.program.stages):
         rank = stage % candidate.mesh.pipeline
         rate = max((_rate(pieces, placed) for placed in calls), default=0.0)
-        memory_s, kept_s = max(memory_s, rate / _flights(found, rank)), max(kept_s, rate)
+        memory_s, kept_s = max(memory_s, rate / flights(found, rank)), max(kept_s, rate)
     return ByteWorth(memory_s, kept_s)
+
+
+def flights(found: Evaluated, rank: int) -> float:
+    """Micro-batches that a rank holds at once."""
+    candidate = found.candidate
+    pieces = held_pieces(
+        candidate.schedule, rank, candidate.mesh.pipeline, candidate.micro_batches,
+        candidate.virtual_stages,
+    )  # fmt: skip
+    return max(1.0, pieces / candidate.virtual_stages)
 
 
 def whole_price_s(pieces: Pieces) -> float:
@@ -78,12 +88,3 @@ def _upgrade(menu: Sequence[MenuPoint], point: MenuPoint) -> float:
         for other in menu
         if other.held_bytes > point.held_bytes and other.total_s < point.total_s
     ), default=0.0)  # fmt: skip
-
-
-def _flights(found: Evaluated, rank: int) -> float:
-    candidate = found.candidate
-    pieces = held_pieces(
-        candidate.schedule, rank, candidate.mesh.pipeline, candidate.micro_batches,
-        candidate.virtual_stages,
-    )  # fmt: skip
-    return max(1.0, pieces / candidate.virtual_stages)

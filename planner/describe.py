@@ -20,8 +20,8 @@ from ir.quantities import duration, size
 from ir.reshard import FREE
 from ir.seats import seated, seats_of
 from ir.stage_devices import are_unlike, places_text
-from ir.variants import Variant
 from planner.candidate import Evaluated
+from planner.keep_reason import keep_reason
 from planner.price import COLLECTIVES, NodeTimes, Seconds
 from planner.recompute import MenuPoint
 
@@ -36,8 +36,6 @@ _OFFLOADED = {
     "all": "optimizer state and saved values",
 }  # fmt: skip
 MOST_NOTES = 8
-SLACK = 0.001
-"""Relative: what a rank must be faster than another to be said to wait for it."""
 
 
 def describe(plan: Plan, best: Evaluated) -> str:
@@ -162,7 +160,7 @@ def _block(plan: Plan, best: Evaluated, variant: int) -> Iterator[str]:
     head = f"{common_path(paths)}  ×{len(paths)}"
     yield f"{head:<48}  fwd {duration(used[0].forward.total_s)}"
     for point in used:
-        why = _waiting(plan, kind, point) if point.label != "none" else ""
+        why = keep_reason(plan, best, variant, point)
         yield f"  [{point.label}]  {_keeping(point, lowered, times)}{why}"
     early = [_row(n, lowered, times.early, plan) for n in lowered.prologue if _is_main(n)]
     forward = [_row(n, lowered, times.of, plan) for n in lowered.forward if _is_main(n)]
@@ -195,22 +193,6 @@ def _keeping(point: MenuPoint, lowered: Lowered, times: NodeTimes) -> str:
         return text
     there = f"{size(point.host_bytes)} on the host, {duration(point.copy_s)} each way"
     return f"{text}  and {there}"
-
-
-def _waiting(plan: Plan, kind: Variant, point: MenuPoint) -> str:
-    """Why values may be made again although there is room: all stages that do so are faster than
-    another one, so that costs only while the pipeline fills, and takes fewer bytes."""
-    ranks, costs = plan.mesh.pipeline, plan.prediction.stages
-    busy_s = [cost.forward_s + cost.backward_s for cost in costs]
-    slowest = max(range(ranks), key=lambda rank: busy_s[rank])
-    users = {
-        stage % ranks for stage, placed in enumerate(plan.stages)
-        for one in placed if one.keep == point.label and one.first in kind.calls
-    }  # fmt: skip
-    if not users or max(busy_s[rank] for rank in users) > busy_s[slowest] * (1 - SLACK):
-        return ""
-    where = ", ".join(map(str, sorted(users)))
-    return f"; {_place(plan)} {where} would else wait for {_place(plan)} {slowest}"
 
 
 def _moves(node: Node) -> bool:

@@ -1,9 +1,9 @@
 """What no sharding of a block together with what it keeps beats, at some prices of a kept byte.
 
 Input: what candidates share, a candidate. Output: per price the least seconds + price * bytes of a
-call and micro-batch, with the bytes of its state at the price that goes with it. The relaxed program
-of shardings decides, with what `planner.whole_values` says; what is kept and run again beside that
-is as if it were cut evenly.
+call and micro-batch, with the bytes of its state at the price that goes with it. The relaxed
+program of shardings decides, with what `planner.whole_values` says; what is kept and run again
+beside that is as if it were cut evenly.
 """
 
 from __future__ import annotations

@@ -23,6 +23,9 @@ def tensor_leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor
         case Mapping():
             for key, branch in tree.items():
                 yield from tensor_leaves(branch, f"{path}[{key!r}]")
+        case tuple() if hasattr(tree, "_fields"):  # a named tuple
+            for name, branch in zip(tree._fields, tree, strict=True):
+                yield from tensor_leaves(branch, f"{path}.{name}")
         case list() | tuple():
             for number, branch in enumerate(tree):
                 yield from tensor_leaves(branch, f"{path}[{number}]")

@@ -8,9 +8,8 @@ the tensors after the last (the optimizer's too), and whether all replicas are b
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -19,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from runtime.copies import copied
 from runtime.errors import Refused, RuntimeFailure
-from runtime.rounding import MARGIN, moved_by_rounding, scale_of, untrained
+from runtime.numberless import check_losses, difference, largest, numberless, relative
+from runtime.rounding import moved_by_rounding, scale_of, untrained
 from runtime.trainer import Trainer, run_threads
 
 TOLERANCE = 1e-9
@@ -37,34 +38,37 @@ WIDE = {
 
 
 class PromoteCasts(TorchFunctionMode):
-    """While active, casts to a narrower floating type go to float64."""
+    """While active, casts to a narrower floating type go to float64, and so do constants: what is
+    made of no tensor, as by torch.eye, and narrower tensors that a call reads."""
 
-    FACTORIES = {torch.tensor, torch.as_tensor, torch.full, torch.linspace, torch.arange,
-                 torch.zeros, torch.ones, torch.eye}  # fmt: skip
     CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.CASTS:
             return args[0].double()
-        args = tuple(_wide_dtype(a) for a in args)
-        result = func(*args, **{key: _wide_dtype(a) for key, a in (kwargs or {}).items()})
-        narrow = isinstance(result, Tensor) and result.dtype in WIDE
-        return result.to(WIDE[result.dtype]) if narrow and func in self.FACTORIES else result
+        if not func.__name__.endswith("_"):  # the others write into what they are given, or get it
+            args = tuple(map(_wide, args))
+            kwargs = {key: _wide(value) for key, value in (kwargs or {}).items()}
+        result = func(*args, **(kwargs or {}))
+        is_made = isinstance(result, Tensor) and not any(isinstance(a, Tensor) for a in args)
+        return result.to(WIDE.get(result.dtype, result.dtype)) if is_made else result
 
 
-def _wide_dtype(argument: Any) -> Any:
-    return WIDE.get(argument, argument) if isinstance(argument, torch.dtype) else argument
+def _wide(argument: Any) -> Any:
+    match argument:
+        case torch.dtype():
+            return WIDE.get(argument, argument)
+        case Tensor() if argument.dtype in WIDE and not argument.requires_grad:
+            return argument.to(WIDE[argument.dtype])
+        case list() | tuple() if any(isinstance(item, Tensor) for item in argument):
+            return type(argument)(map(_wide, argument))
+        case _:
+            return argument
 
 
 def widened(model: nn.Module) -> nn.Module:
     """A copy of the model with every floating parameter and buffer in float64."""
-    try:
-        wide = copy.deepcopy(model)
-    except RuntimeError as error:
-        raise Refused(
-            "this model can't be copied, so it can't be compared (old torch.nn.utils.weight_norm "
-            "does that; torch.nn.utils.parametrizations.weight_norm does not)."
-        ) from error
+    wide = copied(model)
     for module in wide.modules():
         if isinstance(module, nn.RMSNorm) and module.eps is None:  # torch takes it from the dtype
             module.eps = torch.finfo(next(iter(module.parameters()), torch.zeros(())).dtype).eps
@@ -78,8 +82,14 @@ def widened_batch(tree: Any) -> Any:
     match tree:
         case Tensor():
             return tree.to(WIDE.get(tree.dtype, tree.dtype))
+        case _ if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+            fields = [field.name for field in dataclasses.fields(tree) if field.init]
+            wide = {name: widened_batch(getattr(tree, name)) for name in fields}
+            return dataclasses.replace(tree, **wide)
         case dict():
             return {key: widened_batch(value) for key, value in tree.items()}
+        case tuple() if hasattr(tree, "_fields"):  # a named tuple
+            return type(tree)(*map(widened_batch, tree))
         case list() | tuple():
             return type(tree)(widened_batch(item) for item in tree)
         case _:
@@ -108,6 +118,8 @@ class Comparison:
     worst: str
     unequal_replicas: tuple[str, ...]
     tolerance: float = TOLERANCE
+    numberless: str = ""
+    """What the plain model itself gives no numbers for."""
 
     @property
     def status(self) -> str:
@@ -116,7 +128,7 @@ class Comparison:
         return "ok" if good else "mismatch"
 
     def to_json(self) -> dict[str, Any]:
-        reason = None
+        reason = self.numberless or None
         if self.unequal_replicas:
             reason = f"replicas differ: {', '.join(self.unequal_replicas[:5])}"
         return {
@@ -148,7 +160,7 @@ def run_plain(
     """Trains a copy of the plain model in this thread, with its casts promoted.
 
     Raises `Refused` with torch's words if the model itself can't be copied or trained, and if its
-    loss is no finite number.
+    loss is no finite number; in a later step only if its first gradients are.
     """
     try:
         found = _train_plain(model, args, kwargs, loss_of, training, promote)
@@ -159,12 +171,7 @@ def run_plain(
             f"plain torch can't train this model{kind}: {type(error).__name__}: "
             f"{said[0].rstrip('.') if said else ''}. There is nothing to compare with."
         ) from error
-    for step, loss in enumerate(found.losses, 1):
-        if not math.isfinite(loss):
-            raise Refused(
-                f"the plain model's own loss is {float(loss)} in step {step}, without Shardwright: "
-                "there is nothing to compare with. Look at the model and its batch."
-            )
+    check_losses(found.losses, found.gradients)
     return found
 
 
@@ -172,7 +179,7 @@ def _train_plain(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     loss_of: Callable[[Any], Tensor], training: Training, promote: bool,
 ) -> Run:  # fmt: skip
-    own = copy.deepcopy(model)
+    own = copied(model)
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     trained = [p for p in own.parameters() if p.requires_grad]
     optimizer = kinds[training.optimizer](trained, **training.options) if trained else None
@@ -266,15 +273,15 @@ def compare(
     found: Run, wanted: Run, *, update: float = 0.0, tolerance: float = TOLERANCE,
     nudged: Sequence[Run] = (),
 ) -> Comparison:  # fmt: skip
-    """Relative differences of two runs; a gradient that only one has counts as infinite.
+    """Relative differences of two runs; a gradient that only one has counts as infinite. Where the
+    plain run gives NaN or infinity itself, the same counts as equal.
 
     `update` is the size of one optimizer step (the learning rate): trained tensors are compared
     relative to their own size or to a step, whichever is larger. `nudged`: runs as `wanted` of
     models that differ in their last bit. Where rounding moves a tensor by a part of its size that
     counts, differences are relative to that move (`runtime.rounding`).
     """
-    pairs = zip(found.losses, wanted.losses, strict=True)
-    loss = max((abs(a - b) / max(abs(b), 1e-300) for a, b in pairs), default=0.0)
+    loss = max(map(relative, found.losses, wanted.losses), default=0.0)
     by_gradient = moved_by_rounding([run.gradients for run in nudged], wanted.gradients)
     by_tensor = moved_by_rounding([run.tensors for run in nudged], wanted.tensors)
     states = [run.optimizer_state for run in nudged]
@@ -286,60 +293,8 @@ def compare(
         _worst(found.optimizer_state, wanted.optimizer_state, by_state, free),
     )
     name = worst_grad if grad >= param else worst_param
-    loss = loss if all(map(_finite, found.losses)) else float("inf")
-    return Comparison(loss, grad, param, name, found.unequal_replicas, tolerance)
-
-
-OWN_PRECISION_EPS = 64
-"""At a model's own precision, loss and gradient vector may differ by this many machine epsilons
-of its coarsest floating dtype: sums in another order, not another function."""
-
-
-def own_precision_error(
-    found: Run, wanted: Run, model: nn.Module, nudged: Sequence[Run] = ()
-) -> float:
-    """The larger relative difference of first loss and gradient vector, in allowed units.
-
-    1 is `OWN_PRECISION_EPS` machine epsilons; more means another function. `nudged`: plain runs
-    of copies that differ in a last bit (`runtime.rounding`). 1 is `MARGIN` times what these move,
-    where that is more: of a difference of large values, or of what is zero in truth.
-    """
-    floating = [t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    eps = max((torch.finfo(dtype).eps for dtype in floating), default=2**-23)
-    allowed = OWN_PRECISION_EPS * eps
-    loss = abs(wanted.losses[0])
-    far = [abs(run.losses[0] - wanted.losses[0]) for run in (found, *nudged)]
-    loss_error = _own_error(far, loss or 1e-300, allowed)
-    size = _length(wanted.gradients.values())
-    far = [_distance(run.gradients, wanted.gradients) for run in (found, *nudged)]
-    return max(loss_error, _own_error(far, size or 1.0, allowed))
-
-
-def _own_error(far: Sequence[float], size: float, allowed: float) -> float:
-    """Of the first of `far`; the others are how far rounding moves a value of that size. Where the
-    model itself gives no number there is nothing to compare."""
-    if not _finite(size):
-        return 0.0
-    if not _finite(far[0]):
-        return float("inf")
-    moved = max((other for other in far[1:] if _finite(other)), default=0.0)
-    return far[0] / max(size * allowed, MARGIN * moved)
-
-
-def _length(tensors: Iterable[Tensor]) -> float:
-    return sum(float(t.double().square().sum()) for t in tensors) ** 0.5
-
-
-def _distance(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """Of two gradient vectors; one that is not there is zero."""
-    return _length(
-        found[name].double() - tensor.double() if name in found else tensor
-        for name, tensor in wanted.items()
-    )
-
-
-def _finite(value: float) -> bool:
-    return abs(value) != float("inf") and value == value
+    said = numberless(wanted.gradients)
+    return Comparison(loss, grad, param, name, found.unequal_replicas, tolerance, said)
 
 
 def _worst(
@@ -348,26 +303,25 @@ def _worst(
 ) -> tuple[float, str]:  # fmt: skip
     """(largest relative difference, its tensor). The scale of a tensor is its largest entry,
     or what rounding moves it by, given by name in `moved`, without a limit for those in `free`."""
-    scale = max((_largest(t) for t in wanted.values()), default=0.0) * NEGLIGIBLE
+    scale = max((largest(t) for t in wanted.values()), default=0.0) * NEGLIGIBLE
     scale = max(scale, least)
     errors = {}
     for name in {**found, **wanted}:
         if name not in found or name not in wanted:
             given = found.get(name, wanted.get(name))
-            errors[name] = float("inf") if given is not None and _largest(given) else 0.0
+            errors[name] = float("inf") if given is not None and given.any() else 0.0
             continue
         a, b = found[name], wanted[name]
         if a.shape != b.shape or a.dtype != b.dtype:
             errors[name] = float("inf")
         elif a.is_floating_point() or a.is_complex():
-            difference = _largest(a - b)
-            size = max(_largest(b), scale, 1e-300)
+            far = difference(a, b)
+            size = max(largest(b), scale, 1e-300)
             is_free = name.rpartition(" of ")[2] in free
             counted = scale_of(size, moved.get(name, 0.0), TOLERANCE, is_untrained=is_free)
-            errors[name] = difference / counted if difference else 0.0
+            errors[name] = far / counted if far else 0.0
         else:
             errors[name] = 0.0 if torch.equal(a, b) else float("inf")
-    errors = {n: e if e == e else float("inf") for n, e in errors.items()}
     worst = max(errors, key=lambda n: errors[n], default="")
     return (errors[worst], worst) if errors else (0.0, "")
 
@@ -376,10 +330,3 @@ def badness(result: Mapping[str, Any]) -> tuple[int, float]:
     """A mismatch is worse than a match, a match says more than a refusal; then by size."""
     errors = [result[key] or 0.0 for key in ERRORS]
     return ["refused", "ok", "mismatch"].index(result["status"]), max(errors)
-
-
-def _largest(tensor: Tensor) -> float:
-    if not tensor.numel():
-        return 0.0
-    wide = tensor.abs() if tensor.dtype != torch.bool else tensor.int()
-    return float(wide.max())

@@ -6,12 +6,14 @@ that is zero in truth (of a bias before a batch norm) is nothing but rounding of
 from, and AdamW divides it by its own root: only such a run says how large both are.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from math import inf
 
 import torch
 from torch import Tensor, nn
+
+from runtime.copies import copied
+from runtime.numberless import largest
 
 NUDGES = 3
 """Copies that are trained: one by itself may hit a sum that comes out as before."""
@@ -28,7 +30,7 @@ parameter, is zero but for rounding."""
 
 def nudged(model: nn.Module, seed: int) -> nn.Module:
     """A copy with every floating parameter changed by its dtype's epsilon, up or down."""
-    other = copy.deepcopy(model)
+    other = copied(model)
     generator = torch.Generator().manual_seed(seed)
     for parameter in other.parameters():
         if parameter.is_floating_point():
@@ -58,8 +60,8 @@ def untrained(
 ) -> frozenset[str]:
     """The parameters whose first gradients are nothing beside the model's largest, or beside what
     changes the loss by its own size: what trains them is rounding, from the first step on."""
-    sizes = {n: float(g.abs().max()) if g.numel() else 0.0 for n, g in gradients.items()}
-    held = [float(tensors[n].abs().max()) for n in sizes if n in tensors and tensors[n].numel()]
+    sizes = {name: largest(gradient) for name, gradient in gradients.items()}
+    held = [largest(tensors[name]) for name in sizes if name in tensors]
     usual = abs(loss) / max(held) if any(held) and abs(loss) < inf else 0.0
     most = NOTHING * max([usual, *sizes.values()])
     return frozenset(n for n, s in sizes.items() if s <= most)

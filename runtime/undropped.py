@@ -1,28 +1,73 @@
-"""A copy of a model in which nothing is dropped out, for comparing what else it does.
+"""Runs a model with nothing dropped out, for comparing what else it does.
 
-Input: a model. Output: its copy, in which every module's own dropout probability is 0. A constant
-probability in a call stays.
+`NothingDropped` is active while the model is called, in plain torch or traced: every dropout is
+called with the probability 0, whether that is a module's own or written out in the call.
 """
 
 from __future__ import annotations
 
-import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from torch import nn
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-DROPOUTS = (
-    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+BUILT_IN = (
+    torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_,
+    torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout,
+    torch.feature_alpha_dropout_, torch.native_dropout,
 )  # fmt: skip
+"""Called with (input, p, train)."""
+WRITTEN = (
+    functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
+    functional.alpha_dropout, functional.feature_alpha_dropout,
+    functional.multi_head_attention_forward,
+)  # fmt: skip
+"""Functions in Python, which name their probability `p` or `dropout_p`."""
 
 
-def without_dropout(model: nn.Module) -> nn.Module:
-    """Probabilities are `p` of torch's dropout modules, and of any module numbers whose names speak
-    of dropout, such as `attention_dropout`."""
-    kept = copy.deepcopy(model)
-    for module in kept.modules():
-        if isinstance(module, DROPOUTS):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in name or name.startswith("drop")):
-                setattr(module, name, 0.0)
-    return kept
+class NothingDropped(TorchFunctionMode):
+    """While active, every probability of dropping out is 0."""
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        return RULES.get(func, func)(*args, **(kwargs or {}))
+
+
+def _built_in(func: Callable[..., Any]) -> Callable[..., Any]:
+    def call(input: Any, p: float, train: bool) -> Any:
+        return func(input, 0.0, train)
+
+    return call
+
+
+def _written(func: Callable[..., Any]) -> Callable[..., Any]:
+    taken = inspect.signature(func)
+    name = "p" if "p" in taken.parameters else "dropout_p"
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = taken.bind(*args, **kwargs)
+        given.arguments[name] = 0.0
+        return func(*given.args, **given.kwargs)
+
+    return call
+
+
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    attention = functional.scaled_dot_product_attention
+    return attention(query, key, value, attn_mask, 0.0, *rest, **kwargs)
+
+
+RULES: Mapping[Any, Callable[..., Any]] = {
+    **{func: _built_in(func) for func in BUILT_IN},
+    **{func: _written(func) for func in WRITTEN},
+    functional.scaled_dot_product_attention: _attention,
+}
+"""By function, the same one with nothing dropped."""

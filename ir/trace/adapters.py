@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, _meta_registrations, fx  # shapes of linear algebra
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # shapes without memory
 from torch.fx import traceback as fx_traceback  # carries module and line to traced nodes
 from torch.fx.experimental import symbolic_shapes  # sizes that may be any number
@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every operati
 __all__ = [
     "FakeTensorMode", "FxNode", "TorchDispatchMode", "constant_text", "expression", "flatten",
     "flatten_with_paths", "hint", "is_fake", "is_number", "is_size", "make_fx", "node_meta",
-    "one_convolution_kernel", "preserve_meta", "symbolic_mode", "symbolic_rows", "unflatten",
+    "one_convolution_kernel", "open_batches_of_matrices", "preserve_meta", "symbolic_mode",
+    "symbolic_rows", "unflatten",
 ]  # fmt: skip
 
 FxNode: TypeAlias = Any
@@ -125,3 +126,28 @@ def one_convolution_kernel() -> Iterator[None]:
     finally:
         torch._C._set_nnpack_enabled(nnpack)
         torch._C._set_mkldnn_enabled(mkldnn)
+
+
+@contextmanager
+def open_batches_of_matrices() -> Iterator[None]:
+    """While active, the shape rule of triangular systems (and so of the derivatives of Cholesky and
+    QR) works for any number of matrices: torch's own expands what it knows the shape of, which it
+    can't do to a size that is a symbol."""
+    before = _meta_registrations._linalg_broadcast_batch_dims_name
+    rules: Any = _meta_registrations
+    rules._linalg_broadcast_batch_dims_name = _like_each_other
+    try:
+        yield
+    finally:
+        rules._linalg_broadcast_batch_dims_name = before
+
+
+def _like_each_other(arg1: Tensor, arg2: Tensor, name: str | None) -> tuple[Tensor, Tensor]:
+    """Stand-ins of two stacks of matrices with the same batch; only their shapes are read."""
+    if name:
+        _meta_registrations.linearSolveCheckInputs(arg1, arg2, name)
+    first, second = _meta_registrations._linalg_broadcast_batch_dims(arg1, arg2)
+    return (
+        arg1 if first == list(arg1.shape) else arg1.new_empty(first),
+        arg2 if second == list(arg2.shape) else arg2.new_empty(second),
+    )

@@ -20,7 +20,7 @@ from ir.collector import paused_collector
 from ir.errors import CaptureError, ShardwrightError
 from ir.graph import BATCH, Graph, Input, State
 from ir.names import Namer
-from ir.trace.adapters import FxNode, one_convolution_kernel
+from ir.trace.adapters import FxNode, one_convolution_kernel, open_batches_of_matrices
 from ir.trace.block import body_nodes, capture_record, last_texts
 from ir.trace.capture import Capture, capture, explain
 from ir.trace.convert import tensor_type
@@ -32,11 +32,15 @@ from ir.trace.joint import Segment
 from ir.trace.masks import recognise_masks
 from ir.trace.members import DryRun, refuse_unlike
 from ir.trace.positions import check_positions
+from ir.trace.quiet import quiet_torch
+from ir.trace.refusals import refuse_batch, refuse_model
 from ir.trace.segment import common_path, live_nodes, segment, split
 from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of
+from ir.trace.unchanged import unchanged
 
 
 @paused_collector()
+@quiet_torch()
 def trace(
     model: nn.Module,
     args: tuple[Any, ...] = (),
@@ -51,23 +55,30 @@ def trace(
     `CaptureError` with the module and source line of what can't be captured.
     """
     kwargs = dict(kwargs or {})
+    refuse_model(model)
     leaves, batch = leaves_of(model, args, kwargs)
-    step = Step(model, args, kwargs, loss)
-    title = name or type(model).__name__
+    refuse_batch(leaves, batch)
+    with unchanged(model):
+        return _trace(Step(model, args, kwargs, loss), leaves, batch, name or type(model).__name__)
+
+
+def _trace(step: Step, leaves: list[Leaf], batch: int, title: str) -> Graph:
+    """With any number of rows, or as few inputs of one number as that takes."""
     first: CaptureError | None = None
+    last: CaptureError | None = None
     for candidate in _batch_guesses(leaves):
         try:
-            with one_convolution_kernel():
+            with one_convolution_kernel(), open_batches_of_matrices():
                 graph = _graph(step, candidate, batch, title)
                 return with_reason(graph, step, leaves, first)
         except CaptureError as error:
-            first = first or error
+            first, last = first or error, error
         except ShardwrightError:
             raise
         except Exception as error:
             raise explain(error, step) from error
-    assert first is not None
-    raise first
+    assert last is not None
+    raise last  # with the batch as it is: what no number of rows would mend
 
 
 def _batch_guesses(leaves: list[Leaf]) -> list[list[Leaf]]:

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ir.errors import CaptureError
+
 
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
     """As torch's: a gather whose other dims repeat to each other's sizes."""
@@ -65,10 +67,20 @@ def _reduced(rows: Tensor, mode: str, weights: Tensor | None) -> Tensor:
     return weighted.sum(1) if mode == "sum" else weighted.mean(1)
 
 
+def derivative(*args: Any, **kwargs: Any) -> Any:
+    raise CaptureError(
+        "it calls torch.autograd inside its forward: a derivative of a derivative can't be "
+        "captured. Write out the inner one with plain operations."
+    )
+
+
 CALLS: Mapping[Any, Callable[..., Any]] = {
     torch.take_along_dim: take_along_dim,
     Tensor.take_along_dim: take_along_dim,
     functional.embedding_bag: embedding_bag,
+    torch.autograd.grad: derivative,
+    torch.autograd.backward: derivative,
+    Tensor.backward: derivative,
 }
 
 

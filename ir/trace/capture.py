@@ -26,12 +26,9 @@ from ir.graph import BATCH
 from ir.trace.adapters import FakeTensorMode, expression, make_fx, preserve_meta
 from ir.trace.calls import OtherCalls
 from ir.trace.interpret import Lift, unlifted
-from ir.trace.source import OWN_HOME, PYTHON_HOME, TORCH_HOME, in_users_words, source_of
-
-READS_VALUES = (
-    "data-dependent", "DataDependent", "DynamicOutputShape", "PendingUnbackedSymbol",
-)  # fmt: skip
-"""What torch says of a program that depends on a tensor's value."""
+from ir.trace.quiet import unprinted
+from ir.trace.reasons import chain, reason_of
+from ir.trace.source import OWN_HOME, PYTHON_HOME, TORCH_HOME, source_of
 
 
 @dataclass
@@ -54,7 +51,7 @@ def capture(module: nn.Module, examples: list[Tensor], batch_dims: list[dict[int
         dict.fromkeys(dims, torch.export.Dim.AUTO) if dims else None for dims in batch_dims
     )
     try:
-        with _no_custom_derivatives(), OtherCalls():
+        with _no_custom_derivatives(), OtherCalls(), unprinted():
             program = torch.export.export(
                 module, tuple(examples), dynamic_shapes={"tensors": shapes}, strict=False
             )
@@ -62,7 +59,7 @@ def capture(module: nn.Module, examples: list[Tensor], batch_dims: list[dict[int
     except ShardwrightError:
         raise
     except Exception as error:
-        nested = next((e for e in _chain(error) if isinstance(e, ShardwrightError)), None)
+        nested = next((e for e in chain(error) if isinstance(e, ShardwrightError)), None)
         raise nested or explain(error, module) from error
 
 
@@ -85,12 +82,6 @@ def _no_custom_derivatives() -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _functional(
@@ -206,7 +197,7 @@ def _root(node: fx.Node) -> fx.Node:
 def explain(error: BaseException, module: nn.Module) -> CaptureError:
     """Names the user's module, line and a way out for whatever torch.export raised."""
     return CaptureError(
-        f"can't capture {place_of(error, module)}. {_running_average(error) or _reason(error)}"
+        f"can't capture {place_of(error, module)}. {_running_average(error) or reason_of(error)}"
     )
 
 
@@ -250,25 +241,3 @@ def _foreign(file: str) -> bool:
     return file.startswith((TORCH_HOME, OWN_HOME, "<")) or (
         file.startswith(PYTHON_HOME) and "site-packages" not in file
     )
-
-
-def _reason(error: BaseException) -> str:
-    text = f"{type(error).__name__} {error}"
-    if any(word in text for word in READS_VALUES):
-        return (
-            "It depends on the value of a tensor (a branch, .item() or a size read from data), "
-            "so one captured program would be wrong for other data. Use torch.where or "
-            "torch.cond instead of the branch, or compute the value outside the model."
-        )
-    if "fake tensor in the exported program constant" in text:
-        return (
-            "It keeps a tensor that it made while being traced for a later use, as a cache of "
-            "keys and values does. A training step needs none: call the model with use_cache=False."
-        )
-    if "Expected inputs of BF16 type" in text:
-        return (
-            "torch captures a product of grouped matrices in bfloat16 only: make the model with "
-            "dtype=torch.bfloat16."
-        )
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"torch.export says: {type(error).__name__}: {in_users_words(first)[:300]}"

@@ -6,9 +6,6 @@ could be traced with another number of rows.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from inspect import currentframe
 from itertools import takewhile
@@ -17,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from ir.errors import CaptureError
 from ir.graph import Graph
 from ir.trace.adapters import FakeTensorMode, is_number, symbolic_mode, symbolic_rows
 from ir.trace.capture import place_in, place_of
 from ir.trace.fold import named_state
-from ir.trace.source import in_users_words
+from ir.trace.reasons import said_by
 from ir.trace.step import Leaf, Step
 
 
@@ -47,8 +44,7 @@ def _failure(step: Step, leaves: list[Leaf]) -> str:
     try:
         _run(step, mode, [mode.from_tensor(leaf.example(2)) for leaf in leaves])
     except Exception as error:  # whatever a model raises for a batch that it is not made for
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"with twice the rows {place_of(error, step)} fails: {in_users_words(said)[:200]}"
+        return f"with twice the rows {place_of(error, step)} fails: {said_by(error)}"
     return ""
 
 
@@ -68,7 +64,7 @@ def _fixing(step: Step, leaves: list[Leaf]) -> str:
 
 def _run(step: Step, mode: FakeTensorMode, inputs: list[Tensor]) -> None:
     fakes: dict[str, Tensor] = {k: mode.from_tensor(v) for k, v in named_state(step)}
-    with _torch_is_quiet(), mode, torch.no_grad():
+    with mode, torch.no_grad():
         torch.func.functional_call(step, fakes, tuple(inputs))
 
 
@@ -87,16 +83,7 @@ class _Watch(TorchFunctionMode):
             stack = [*walk_stack(currentframe())]
             inner = takewhile(lambda at: at[0].f_code is not _run.__code__, stack)
             place = place_in(reversed([*inner]), self.step)
-            self.found = f"{place} fixes the number of rows to {int(self.rows)}"
+            name = resolve_name(func) or getattr(func, "__name__", "a call")
+            fixed = f"{name} fixes the number of rows to {int(self.rows)}"
+            self.found = f"{place}: {fixed} when torch traces it"
         return out
-
-
-@contextmanager
-def _torch_is_quiet() -> Iterator[None]:
-    """Torch logs the traceback of what fails on fake tensors; here failing is the answer."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)

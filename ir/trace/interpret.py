@@ -21,6 +21,7 @@ from ir.trace.lift import LIFTS, matmul
 from ir.trace.lift_layers import LAYERS
 from ir.trace.lift_losses import LOSSES, POINTWISE
 from ir.trace.lift_windows import WINDOWS
+from ir.trace.reasons import meaning_of, said_by
 from ir.trace.source import source_of
 
 aten = torch.ops.aten
@@ -102,11 +103,16 @@ class Lift(fx.Interpreter):
             if n.users and _draws(n.target) and n.target not in self.dropouts.rules:
                 raise CaptureError(f"{n.target} {DRAWS}")
             out = super().run_node(n)
+            if torch.Tag.inplace_view in getattr(n.target, "tags", ()):
+                self.env[n.args[0]] = out
             if any(map(is_number, self.free)):
                 raise CaptureError(f"{n.target} fixes the number of rows to {int(self.free[0])}")
             return out
         except CaptureError as error:
-            raise CaptureError(f"can't capture {source_of(n)}: {error}") from error
+            raise CaptureError(f"can't capture {_place(n)}: {error}") from error
+        except Exception as error:  # whatever torch raises for an operation that it can't trace
+            said = meaning_of(error) or f"{type(error).__name__}: {said_by(error)}"
+            raise CaptureError(f"can't capture {_place(n)}: {n.target}: {said}") from error
 
     def placeholder(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Notes sizes that may be any number: an operation that fixes one is refused."""
@@ -141,7 +147,8 @@ class Lift(fx.Interpreter):
         plain = _without_writing(target)
         if plain is None or all(map(is_number, args[0].shape)):
             return target(*args, **kwargs)
-        return args[0].copy_(plain(*args, **kwargs))
+        out = RULES.get(plain, plain)(*args, **kwargs)
+        return out if torch.Tag.inplace_view in target.tags else args[0].copy_(out)
 
     def region(self, no_grad: bool, module: fx.GraphModule, operands: tuple[Any, ...]) -> Any:
         inner = Lift(module, counter=self.dropouts.counter, no_grad=no_grad or self.no_grad)
@@ -155,6 +162,10 @@ class Lift(fx.Interpreter):
                 "device. Give the model in the dtypes that it should run in."
             )
         return self.region(self.no_grad, module, operands)
+
+
+def _place(node: FxNode) -> str:
+    return str(source_of(node)) or "the model"
 
 
 def unlifted(graph: fx.Graph) -> bool:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from ir.errors import CaptureError
+
 ops = torch.ops.shardwright
 Context: TypeAlias = Any
 """What an autograd rule keeps from forward to backward: attributes of its own, and tensors."""
@@ -27,6 +29,11 @@ def einsum(equation: str, x: Tensor, y: Tensor) -> Tensor:
 def _(equation: str, x: Tensor, y: Tensor) -> Tensor:
     terms, out = equation.split("->")
     first, second = terms.split(",")
+    if x.dtype != y.dtype:
+        raise CaptureError(
+            f"a product of {x.dtype} and {y.dtype}, which torch does not compute: the batch, or a "
+            "part of the model, has another dtype than the rest."
+        )
     size = {**dict(zip(second, y.shape, strict=True)), **dict(zip(first, x.shape, strict=True))}
     return x.new_empty([size[letter] for letter in out])
 

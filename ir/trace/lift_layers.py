@@ -164,6 +164,12 @@ def embedding_renorm(table: Tensor, ids: Tensor, max_norm: float, norm_type: flo
     )
 
 
+@LAYERS.of(aten.lerp.Tensor, aten.lerp.Scalar)
+def lerp(x: Tensor, end: Tensor, weight: Any) -> Tensor:
+    between: Tensor = x + weight * (end - x)
+    return between
+
+
 @LAYERS.of(aten.mv.default)
 def matrix_vector(x: Tensor, y: Tensor) -> Tensor:
     return matmul(x, y)

@@ -66,6 +66,11 @@ class Step(nn.Module):
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise CaptureError(f"the loss must be a tensor with no dims, got {kind}.")
+        if not loss.is_floating_point():
+            raise CaptureError(
+                f"the loss is {loss.dtype}, which has no gradient: it has to be a real "
+                "floating-point number, and not the result of a comparison or of argmax, say."
+            )
         metrics = {k: v for k, v in scalars(output).items() if v is not loss}
         self.report.metrics = list(metrics)
         return [loss, *metrics.values()]

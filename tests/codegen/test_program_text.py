@@ -2,8 +2,12 @@
 
 import ast
 import keyword
+import os
 import shlex
+import subprocess
+import sys
 from functools import lru_cache
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -34,6 +38,7 @@ from tests.hand_plan import even_stages, hand_plan, keep_all, kinds_of, whole_sh
 from tests.numbers.random_models import ROWS, random_case
 from tests.numbers.random_plans import random_plan
 
+ROOT = Path(__file__).parents[2]
 BUILTINS = {"float", "range", "reversed", "len"}
 
 
@@ -141,11 +146,28 @@ def test_a_model_with_such_names_trains_right() -> None:
 
 def test_torchrun_leaves_the_flags_of_train_py_alone() -> None:
     """Its own `--log-dir` would take `--log` for itself."""
-    files = rude_program()[2].files
-    for name in ("launch.sh", "launch.slurm"):
-        words = shlex.split(files[name].replace("\\\n", " ").replace("$@", "--log steps.txt"))
-        after = words[words.index("torchrun") + 1 :]
-        flags = [word for part in after for word in part.split()]
-        found = get_args_parser().parse_args(flags)
-        assert found.training_script.endswith("train.py")
-        assert found.training_script_args == ["--log", "steps.txt"]
+    text = rude_program()[2].files["launch.slurm"]
+    words = shlex.split(text.replace("\\\n", " ").replace("$@", "--log steps.txt"))
+    after = words[words.index("torchrun") + 1 :]
+    flags = [word for part in after for word in part.split()]
+    found = get_args_parser().parse_args(flags)
+    assert found.training_script.endswith("train.py")
+    assert found.training_script_args == ["--log", "steps.txt"]
+
+
+def test_launch_sh_tells_the_rank_that_failed_and_of_what(tmp_path: Path) -> None:
+    (tmp_path / "launch.sh").write_text(rude_program()[2].files["launch.sh"])
+    (tmp_path / "train.py").write_text(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '1': sys.exit('the disk is full ' + sys.argv[1])\n"
+        "time.sleep(60)\n"
+    )
+    paths = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    env = os.environ | {"PATH": paths, "PYTHONPATH": str(ROOT)}
+    command = ["bash", str(tmp_path / "launch.sh"), "--steps=2"]
+    ended = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 3
+    assert ended.stderr == (
+        "error: rank 1 ended with exit code 1, and the other ranks were stopped. Its last output:\n"
+        "the disk is full --steps=2\n"
+    )

@@ -16,10 +16,24 @@ CUT = {
     "slogdet": lambda h, m: torch.linalg.slogdet(m).logabsdet,
     "solve": lambda h, m: torch.linalg.solve(m + 3 * torch.eye(2), h[:, 4:]).pow(2),
     "solve, transposed": lambda h, m: torch.linalg.solve(m.mT + 3 * torch.eye(2), m).pow(2),
+    "solve triangular": lambda h, m: torch.linalg.solve_triangular(
+        torch.eye(2).expand_as(m), m, upper=True).pow(2),
+    "cholesky": lambda h, m: torch.linalg.cholesky(m @ m.mT + torch.eye(2)).pow(2),
+    "cholesky solve": lambda h, m: torch.cholesky_solve(m, 2 * torch.eye(2)[None]).pow(2),
+    "qr": lambda h, m: torch.linalg.qr(m).R.pow(2),
+    "lu": lambda h, m: torch.linalg.lu(m)[2].pow(2),
+    "lerp": lambda h, m: torch.lerp(h, 2 * h, torch.tensor(0.1)).pow(2),
+    "lerp in place": lambda h, m: (1 * h).lerp_(2 * h, 0.3).pow(2),
+    "quantile": lambda h, m: torch.quantile(h, 0.25, dim=1).pow(2),
+    "shape in place": lambda h, m: (1 * h).unsqueeze_(1).squeeze_(1).pow(2),
     "strided": lambda h, m: torch.as_strided(h, (ROWS, 3), (SIZE, 2)).pow(2),
 }
+MADE = {
+    "eye": lambda h, m: h @ torch.eye(SIZE),
+    "linspace": lambda h, m: h @ torch.linspace(0, 1, SIZE),
+    "window": lambda h, m: h @ torch.hann_window(SIZE),
+}
 WHOLE = {
-    "qr": lambda h, m: torch.linalg.qr(m).R.pow(2),
     "rfft": lambda h, m: torch.fft.rfft(h).abs(),
     "rfft2": lambda h, m: torch.fft.rfft2(h.view(ROWS, 2, 3)).abs(),
     "there and back": lambda h, m: torch.fft.irfft(2 * torch.fft.rfft(h)).pow(2),
@@ -62,3 +76,9 @@ def test_a_lost_gradient_is_found_also_in_a_model_that_drops_out(monkeypatch, dr
     monkeypatch.setattr(ir.trace.joint, "_without_writes", lambda joint, *_: joint)
     with pytest.raises(Different, match="differs from the model at the model's own precision"):
         check(loaded(WHOLE["rfft"], dropout=dropout), 1)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_factor_that_is_made_in_the_model_is_promoted_with_it(name):
+    (found,) = check(loaded(MADE[name]), 2, pin={"data": 2}, steps=1)
+    assert found["status"] == "ok" and found["reason"] is None, found

@@ -10,12 +10,12 @@ from checking import check
 from runtime.compare import (
     Training,
     compare,
-    own_precision_error,
     run_plain,
     widened,
     widened_batch,
 )
 from runtime.models import Loaded
+from runtime.own_precision import own_precision_error
 from runtime.rounding import MOST_WIDER, NUDGES, nudged, scale_of
 
 TRAINING = Training(2)

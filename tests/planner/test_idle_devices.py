@@ -168,7 +168,7 @@ def test_the_program_starts_the_ranks_that_are_used(graph: Graph) -> None:
     assert program.ranks == 16
     assert "--nodes=4" in program.files["launch.slurm"]
     assert "--nproc-per-node 4" in program.files["launch.slurm"]
-    assert "--nproc-per-node 16" in program.files["launch.sh"]
+    assert "--nproc 16" in program.files["launch.sh"]
     where = "16 of 24 devices, the first 4 of each of nodes 0 to 3"
     assert where in program.files["README.md"]
 

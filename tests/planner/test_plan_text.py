@@ -95,6 +95,17 @@ def test_a_stage_that_makes_values_again_while_it_would_wait_is_told() -> None:
     assert again[0].endswith("; stage 0 would else wait for stage 1")
 
 
+def test_a_stage_that_makes_values_again_for_want_of_room_is_told_what_all_takes() -> None:
+    loaded = load_model("examples/tiny_llama.py:build", device="cpu")
+    graph = trace(loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss)
+    cluster = Cluster.local(1, memory_GiB=0.0087)
+    text = plan(graph, cluster, global_batch=64, pin={"micro_batches": 1}).text
+    again = [line for line in text.splitlines() if " again  saved" in line]
+    assert again
+    for line in again:
+        assert re.search(r"; all takes about .* more on stage 0, which has .* free, and", line)
+
+
 def test_units() -> None:
     assert [duration(s) for s in (1.5, 0.0123, 1.5e-6)] == ["1.500 s", "12.3 ms", "1.5 µs"]
     assert [size(b) for b in (1024, 3 * 2**20, 2**31)] == ["1.0 KiB", "3.0 MiB", "2.0 GiB"]

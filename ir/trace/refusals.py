@@ -1,0 +1,66 @@
+"""Refuses models and batches that would be captured wrong, or not at all, before they are traced.
+
+Input: what was given as a model, its arguments. Output: nothing, or a `CaptureError` that names
+what is in the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ir.errors import CaptureError
+from ir.trace.step import Leaf
+
+
+def refuse_model(model: Any) -> None:
+    """Compiled by TorchScript, not yet initialised, with hooks on gradients, or no model."""
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"a model is a torch.nn.Module, not {type(model).__name__}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(
+            "the model is a ScriptModule of torch.jit, whose operations can't be captured. Give "
+            "the nn.Module that it was made from."
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise CaptureError(
+                f"{name} has no shape yet: it belongs to a lazy module. Call the model once on a "
+                "batch before it is traced."
+            )
+        _refuse_layout(name, tensor)
+    for where in _gradient_hooks(model):
+        raise CaptureError(
+            f"{where} has a hook on its gradient, which an emitted program would not call: it "
+            "differentiates the model before any training. Remove the hook, or make what it does a "
+            "part of the model or of the step."
+        )
+
+
+def refuse_batch(leaves: list[Leaf], batch: int) -> None:
+    """Without rows, or with tensors that are not plain ones."""
+    for leaf in leaves:
+        _refuse_layout(f"the argument `{leaf.name}`", leaf.tensor)
+    if not batch:
+        raise CaptureError("the example batch has no rows: give one with at least one.")
+
+
+def _refuse_layout(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise CaptureError(
+            f"{name} is a sparse tensor ({tensor.layout}): only dense ones can be cut. Give it as "
+            "to_dense() makes it."
+        )
+
+
+def _gradient_hooks(model: nn.Module) -> Iterator[str]:
+    """The names of parameters and modules with hooks that run in backward."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            yield name
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            yield f"the module {name}" if name else "the model"

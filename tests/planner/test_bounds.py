@@ -171,6 +171,16 @@ def test_blocks_of_the_least_problem_need_what_their_kernels_do() -> None:
         assert point.transient_bytes >= 3 * logits_bytes - kept - 2**16
 
 
+def test_what_backward_reads_whole_is_in_the_closest_bound() -> None:
+    """Layers whose products want whole activations: to keep those takes room, and to gather them
+    again seconds."""
+    graph = chain(depth=6, width=1024, hidden=4096, words=512, seq=1024)
+    cluster = with_usable(Cluster.parse("1x8xH100-SXM"), 300 * 2**20)
+    bounds = search(graph, cluster, 16).attempts.bounds
+    candidate = Candidate(Mesh(data=2, tensor=4), 2, "1f1b", 4)
+    assert bounds.close_s(candidate, 5) > 1.03 * bounds.close_s(candidate, 4)
+
+
 def two_stages(working_bytes: float) -> StageProblem:
     """Four blocks; rank 0 holds two micro-batches of its own, which fill 40 of 44 bytes if kept."""
     points = (

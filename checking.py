@@ -19,10 +19,11 @@ from ir.cluster import Cluster
 from ir.errors import Different, ShardwrightError, UsageError
 from ir.graph import Graph
 from ir.plan import Plan
-from ir.promote import promote
+from ir.promote import WIDE, promote
 from ir.trace import find_loss
 from planner import plan as plan_graph
 from planner.pins import Pins, check_pins, meshes, read_pins
+from planner.shortage import DoesNotFit
 from runtime.compare import (
     ERRORS,
     Comparison,
@@ -56,6 +57,12 @@ DROPPED = (
     "off is in it"
 )
 """What a result says beside its numbers."""
+WIDER = (
+    " check computes in float64, where float32 takes twice the memory and bfloat16 four times: at "
+    "its own precision the plan may fit. Give the devices so much more memory, or check with "
+    "--devices."
+)
+"""What a refusal for memory says beside its numbers."""
 
 
 def check(
@@ -120,7 +127,7 @@ class _Checker:
     def __init__(self, loaded: Loaded, steps: int) -> None:
         own = trace_loaded(loaded)
         self.loaded = loaded
-        self.graph = promote(own)
+        self.graph, self.is_widened = promote(own), _is_narrow(own)
         self.rows = rows_of(loaded, self.graph)
         self.training = Training(steps)
         self.model = widened(loaded.model)
@@ -196,12 +203,20 @@ class _Checker:
                 found, note = self.alone.compare(ran), CONSTANTS
         except ShardwrightError as error:
             asked = " ".join(f"{key}={value}" for key, value in pin.items())
-            return UNKNOWN | {"status": "refused", "plan": asked, "reason": one_paragraph(error)}
+            reason = one_paragraph(error)
+            if isinstance(error, DoesNotFit) and self.is_widened:
+                reason += WIDER
+            return UNKNOWN | {"status": "refused", "plan": asked, "reason": reason}
         said = found.to_json()
         reason = said["reason"] or note or None
         return UNKNOWN | said | {
             "status": found.status, "plan": str(chosen.mesh), "reason": reason
         }  # fmt: skip
+
+
+def _is_narrow(graph: Graph) -> bool:
+    """Whether float64 makes any of the model's state larger."""
+    return any(item.type.dtype in WIDE for item in graph.state)
 
 
 def _drops_out(graph: Graph) -> bool:

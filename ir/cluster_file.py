@@ -184,7 +184,7 @@ def _mixed(values: Values, where: str) -> Described:
     if wrong := sorted({"levels", "topology"} & set(values)):
         raise UsageError(f"{where}: `{wrong[0]}` can't describe nodes that differ.")
     shared = {key: value for key, value in values.items() if key in _NODE_KEYS}
-    parts, usd = [], 0.0
+    parts, prices = [], list[float]()
     for number, entry in enumerate(values["nodes"], start=1):
         at = f"{where}: entry {number} of `nodes`"
         if not isinstance(entry, dict):
@@ -194,11 +194,16 @@ def _mixed(values: Values, where: str) -> Described:
         own = shared | {key: value for key, value in entry.items() if key != "count"}
         found = _alike(own | {"nodes": count + 1}, Path(at))
         parts.append(Part(found["device"], found["levels"], spare=1))
-        usd += _usd_per_hour(own, parts[-1], at)
+        prices.append(_usd_per_hour(own, parts[-1], at))
     if not parts:
         raise UsageError(f"{where}: `nodes` lists no node.")
+    if 0 in prices and any(prices):
+        raise UsageError(
+            f"{where}: entry {prices.index(0) + 1} of `nodes` has no price and others have one. "
+            "Give every entry its price, or none."
+        )
     device, levels, nodes = join(parts)
-    found = Described(device=device, levels=levels, nodes=nodes, usd_per_hour=usd)
+    found = Described(device=device, levels=levels, nodes=nodes, usd_per_hour=sum(prices))
     if host := _own_host(values, device, where):
         found["own_host"] = host
     return found
@@ -297,15 +302,27 @@ def _level(name: str, entry: Values, below: list[Level], in_node: bool, at: str)
     shared = below[-1].devices_per_port if below and below[-1].link.name == link.name else 1
     if "latency_us" in entry:
         link = replace(link, latency_s=positive(entry, "latency_us", at) * 1e-6)
+    most = prod(lower.size for lower in below) if below else size
     return Level(
         size,
         link,
         title,
-        devices_per_port=whole(entry, "devices_per_nic", at, shared),
+        devices_per_port=_sharing(entry, shared, most, at),
         oversubscription=_oversubscription(entry, at),
         nvls=reduction_rate(name, link),
         port_rates=rates if len(rates) > 1 else (),
     )
+
+
+def _sharing(entry: Values, usual: int, most: int, at: str) -> int:
+    """How many devices share a port, `most` of them: those of a unit that the level joins."""
+    sharing = whole(entry, "devices_per_nic", at, usual)
+    if sharing > most:
+        raise UsageError(
+            f"{at}: `devices_per_nic` is {sharing}, and {most} devices are all that could share "
+            f"a port there. Use 1 to {most}."
+        )
+    return sharing
 
 
 def _oversubscription(entry: Values, at: str) -> float:

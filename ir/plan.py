@@ -64,11 +64,12 @@ class Placed:
 @dataclass(frozen=True, slots=True)
 class Certificate:
     """What a search looked at: its candidates, how many of them were planned, and the power of ten
-    of the number of plans that all stand for."""
+    of the number of plans that all stand for. `is_cut_short`: whether its time limit ended it."""
 
     candidates: int
     planned: int
     plans_log10: float
+    is_cut_short: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,8 @@ class Plan:
             value["devices_idle"] = self.devices_idle
         if self.certificate is None:
             del value["certificate"]
+        elif not self.certificate.is_cut_short:
+            del value["certificate"]["is_cut_short"]
         for block in value["blocks"]:
             if not block["hosts"]:
                 del block["hosts"]

@@ -31,9 +31,9 @@ PLAN = {
 CERTIFICATE = {"candidates": int, "planned": int, "plans_log10": float}
 OPTIONAL = {
     "zero": int, "offload": str, "devices_idle": int, "certificate": dict, "host_bytes": int,
-    "hosts": list, "capacity_bytes": int,
+    "hosts": list, "capacity_bytes": int, "is_cut_short": bool,
 }  # fmt: skip
-"""Keys that a plan, a block or the cost of a stage has only where they say something."""
+"""Keys that a plan, its certificate, a block or a stage's cost has only if they say something."""
 ZERO_STAGES = (0, 1, 2, 3)
 
 
@@ -54,7 +54,8 @@ def check_plan(value: Any, version: str, where: str) -> None:
         raise UsageError(f"{where}: offload is {value['offload']!r}, not {', '.join(OFFLOADS)}.")
     _check(value["mesh"], MESH, f"{where}: mesh")
     if "certificate" in value:
-        _check(value["certificate"], CERTIFICATE, f"{where}: certificate")
+        schema = _with_optional(CERTIFICATE, value["certificate"], ("is_cut_short",))
+        _check(value["certificate"], schema, f"{where}: certificate")
     _check(value["prediction"], PREDICTION, f"{where}: prediction")
     for i, stage in enumerate(value["prediction"]["stages"]):
         schema = _with_optional(STAGE_COST, stage, ("host_bytes", "capacity_bytes"))

@@ -174,13 +174,24 @@ def _nvlink_island(node: _Node) -> int:
     """How many consecutive devices NVLink joins; `UsageError` if islands are not alike."""
     size = _grouped(node.size, node.nvlinks)
     if size is None:
-        group = _groups(node.size, node.nvlinks)
-        order = ",".join(str(n) for n in sorted(range(node.size), key=lambda n: (group[n], n)))
-        raise UsageError(
-            "NVLink joins devices that are not neighbours in number, or groups of unlike size. "
-            f"Start with CUDA_VISIBLE_DEVICES={order} and describe that order."
-        )
+        raise UsageError(_uneven(_groups(node.size, node.nvlinks)))
     return size
+
+
+def _uneven(group: list[int]) -> str:
+    """Why these groups are no islands: a wrong order, which can be changed, or unlike sizes."""
+    sizes = [group.count(least) for least in sorted(set(group))]
+    if len(set(sizes)) == 1:
+        order = ",".join(str(n) for n in sorted(range(len(group)), key=lambda n: (group[n], n)))
+        return (
+            "NVLink joins devices that are not neighbours in number. Start with "
+            f"CUDA_VISIBLE_DEVICES={order} and describe that order."
+        )
+    return (
+        f"NVLink joins groups of unlike size, {', '.join(map(str, sizes))} devices, in any order. "
+        "Describe the node without `topology`, with `levels` at a rate that all devices have, or "
+        "use only groups of one size."
+    )
 
 
 def _grouped(count: int, pairs: Iterable[tuple[int, int]]) -> int | None:

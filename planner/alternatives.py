@@ -4,26 +4,26 @@ Input: a plan, the decisions that its maker fixed, `Trials`. Output: `Alternativ
 `compare` says by what two plans differ, part by part.
 
 An alternative fixes one decision. The mesh stays unless the decision is a degree of it; where
-that makes no sense or does not fit, the mesh is free as well, and where the decisions contradict,
-at last also what the plan's maker fixed. All other decisions are the search's.
+that makes no sense or does not fit, the mesh is free as well, and where the decisions contradict
+what the plan's maker fixed, the fewest of that. All other decisions are the search's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ir.cluster import AXES, Mesh
+from ir.errors import UsageError
 from ir.plan import Plan
 from ir.schedules import SCHEDULES
-from planner.pins import RECOMPUTE, ZERO_STAGES, divisors
+from planner.freed import with_fewest_freed
+from planner.pins import RECOMPUTE, ZERO_STAGES, check_pins, divisors, read_pins
 from planner.stage_counts import MOST_STAGES
 from planner.trials import Decision, Outcome, Pinned, Refusal, Request, Trials
 
 PARTS = ("compute", "exposed_comm", "bubble", "optimizer")
 """Of a predicted step; with `_s` the fields of `Prediction`."""
-ORDER = ("schedule", "virtual_stages")
-"""Decisions that say together in which order a rank works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,30 +115,12 @@ def alternative(
     request: Request, asked: Pinned, trials: Trials, mesh: Mesh | None = None
 ) -> Alternative:
     """The request with these decisions; on that mesh, if they leave it as it is."""
-    outcome: Outcome = None
-    released: tuple[str, ...] = ()
-    own_mesh = mesh if mesh and not asked.keys() & set(AXES) else None
-    for wanted in _attempts(request.pins, asked, own_mesh):
-        found = trials(replace(request, pins=wanted))
-        if found is None and isinstance(outcome, Refusal) and outcome.shortage:
-            break  # no time to try it on other meshes
-        outcome, released = found, tuple(key for key in request.pins if key not in wanted)
-        is_short = isinstance(outcome, Refusal) and outcome.shortage is not None
-        if not isinstance(outcome, Refusal) or (is_short and own_mesh is None):
-            break
-        own_mesh = None
-    return Alternative(tuple(asked.items()), outcome, released)
-
-
-def _attempts(pins: Pinned, asked: Pinned, mesh: Mesh | None) -> Iterator[Pinned]:
-    """What is fixed, less and less of it."""
-    replaced = ORDER if asked.keys() & set(ORDER) else ()
-    own = {key: value for key, value in pins.items() if key not in replaced}
-    if mesh:
-        yield {axis: mesh.degree(axis) for axis in AXES} | own | dict(asked)
-    yield own | dict(asked)
-    yield {key: value for key, value in own.items() if key not in AXES} | dict(asked)
-    yield dict(asked)
+    own, cluster = tuple(asked.items()), request.cluster
+    try:
+        check_pins(read_pins(asked), cluster.n_devices, request.global_batch)
+    except UsageError as error:  # it is not for what is fixed
+        return Alternative(own, Refusal(str(error), contradicts=True))
+    return Alternative(own, *with_fewest_freed(request, asked, trials, mesh))
 
 
 def neighbours(plan: Plan) -> Iterator[tuple[str, Decision]]:

@@ -99,9 +99,10 @@ def _head(plan: Plan) -> Iterator[str]:
         f"optimizer {duration(p.optimizer_s)}"
     )
     if found := plan.certificate:
+        ended = "; the time limit ended it" if found.is_cut_short else ""
         yield (
             f"search  {found.candidates:,} candidates for 10^{found.plans_log10:.0f} plans, "
-            f"{found.planned} of them planned"
+            f"{found.planned} of them planned{ended}"
         )
     if plan.cluster.usd_per_hour:
         yield cost_line(p.step_s, plan.global_batch, plan.cluster)

@@ -7,13 +7,14 @@ every link and, where it keeps degrees out, for the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ir.cluster import Cluster
 from ir.cluster_change import changed, level_names
 from ir.errors import UsageError
 from ir.plan import Plan
 from planner.alternatives import compare
+from planner.freed import with_fewest_freed
 from planner.pins import divisors
 from planner.trials import Outcome, Pinned, Refusal, Request, Trials
 
@@ -51,16 +52,7 @@ def what_if(
     request: Request, cluster: Cluster, trials: Trials
 ) -> tuple[Outcome, tuple[str, ...]]:
     """The same request on another cluster, and which of its fixed decisions had to be freed."""
-    outcome: Outcome = None
-    for keep in (request.pins, _without_degrees(request.pins), {}):
-        outcome = trials(Request(cluster, request.global_batch, keep))
-        if not (isinstance(outcome, Refusal) and outcome.contradicts):
-            return outcome, tuple(key for key in request.pins if key not in keep)
-    return outcome, tuple(request.pins)
-
-
-def _without_degrees(pins: Pinned) -> Pinned:
-    return {key: pins[key] for key in pins if key not in ("pipeline", "data", "tensor")}
+    return with_fewest_freed(replace(request, cluster=cluster), {}, trials)
 
 
 def _relaxed(plan: Plan, pins: Pinned, trials: Trials, key: str, value: str) -> Relaxation:

@@ -83,6 +83,7 @@ class Search:
         self.evaluations = self.refusals = self.patient_since = 0
         self.patient_s = inf
         self.too_large: list[Candidate] = []
+        self.is_cut_short = False
 
     def _supplies(self) -> Supplies:
         is_whole = self.options.reason is not None
@@ -108,7 +109,8 @@ class Search:
         uncut = self._uncut(best)
         options = [*everything, *more, *uncut]
         plans = plans_log10(self.work, options)
-        self.certificate = Certificate(len(options), self.evaluations + self.refusals, plans)
+        planned = self.evaluations + self.refusals
+        self.certificate = Certificate(len(options), planned, plans, self.is_cut_short)
         if best.found is None:
             if monotonic() > self.deadline:
                 raise self._no_time(len(options))
@@ -150,13 +152,15 @@ class Search:
         queue = [self._open(c, s, 1) for c, s in self._quick(options, always=always)]
         self._begin(queue, best)
         while True:
+            is_done = False
             while len(asked) < IN_FLIGHT and monotonic() <= self.deadline:
                 taken, left_s = self._taken(queue, best)
                 closed_s = min(closed_s, left_s)
-                if not taken:
+                if is_done := not taken:
                     break
                 asked.append((taken, self._asked([self._request(e, best) for e in taken])))
             if not asked:
+                self.is_cut_short |= not is_done and self._is_below(queue, best)
                 return min([closed_s, *(item[0] for item in queue[:1])])
             taken, waited = asked.popleft()
             for entry, answer in zip(taken, self.workers.finish(waited), strict=True):

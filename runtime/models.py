@@ -336,14 +336,36 @@ def _tokens(config: Any, name: str, seq: int | None) -> int:
 def _build_causal_lm(
     transformers: ModuleType, config: Any, dtype: torch.dtype, device: str, name: str
 ) -> nn.Module:
-    auto = transformers.AutoModelForCausalLM
+    _check_architecture(transformers, config, name)
     try:
         with torch.device(device):
-            model = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
+            model = _with_fused_attention(transformers.AutoModelForCausalLM, config, dtype)
     except Exception as error:  # whatever a model class objects to, it is this config's fault
         raise Refused(
-            f"transformers can't build hf:{name} as a causal language model: {_in_short(error)} "
-            "Another kind of model: write FILE.py with a build() that makes it."
+            f"transformers can't build hf:{name} as a causal language model: {_in_short(error)}"
         ) from error
     model.loss_type = "ForCausalLM"  # else transformers guesses it from the class name, and warns
+    return model
+
+
+def _check_architecture(transformers: ModuleType, config: Any, name: str) -> None:
+    """Refuses a config of anything else than a causal language model."""
+    mapping, named = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, config.architectures or []
+    built = mapping[type(config)].__name__ if type(config) in mapping else None
+    if built and (not named or built.lower() in [str(part).lower() for part in named]):
+        return
+    what = " and ".join(map(str, named)) or config.model_type
+    other = f", here {built}" if built else ""
+    raise Refused(
+        f"hf:{name} is {what}, and hf: builds only the causal language model of a config{other}. "
+        "For another model write FILE.py with a build() that makes it."
+    )
+
+
+def _with_fused_attention(auto: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """The model with torch's scaled_dot_product_attention, or its own where it has no such."""
+    try:
+        model: nn.Module = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    except ValueError:
+        model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
     return model

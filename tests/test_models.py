@@ -224,6 +224,26 @@ def test_a_config_that_makes_no_language_model_is_one_paragraph(tmp_path, change
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "here LlamaForCausalLM"),
+        ({"model_type": "t5"}, "hf:.* is t5, and hf: builds only the causal language model"),
+        ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "FILE.py with a"),
+    ],
+)
+def test_a_config_of_another_kind_of_model_is_refused_with_what_to_do(tmp_path, changes, words):
+    with pytest.raises(Refused, match=words) as raised:
+        load_model(f"hf:{tiny_config(tmp_path, **changes)}")
+    assert len(str(raised.value)) < 300
+
+
+def test_a_model_without_fused_attention_gets_its_own(tmp_path):
+    changes = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 8}
+    loaded = load_model(f"hf:{tiny_config(tmp_path, **changes)}", seq=8)
+    assert type(loaded.model).__name__ == "Gemma2ForCausalLM"
+
+
 @pytest.mark.parametrize("text", ["", "[1]", "3", '{"hidden_size": 3}', '{"model_type": 3'])
 def test_a_broken_config_is_one_paragraph(tmp_path, text):
     path = tmp_path / "config.json"

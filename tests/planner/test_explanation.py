@@ -123,6 +123,42 @@ def test_why_not_where_the_degree_is_free(graph: Graph) -> None:
     assert not told.alternatives and "which you fixed" in str(told)
 
 
+TIED = {"pipeline": 2, "tensor": 2, "data": 1, "schedule": "zero-bubble", "micro_batches": 4}
+
+
+@pytest.mark.parametrize(
+    ("asked", "released"),
+    [
+        ({"schedule": "1f1b"}, ()),
+        ({"pipeline": 4}, ("tensor",)),
+        ({"data": 2, "tensor": 1}, ()),
+        ({"virtual_stages": 2}, ("schedule",)),
+    ],
+)
+def test_only_the_fewest_of_what_is_fixed_is_blamed(
+    asked: dict[str, Any], released: tuple[str, ...]
+) -> None:
+    told = explained(products(8, 64, folded=True), LOCAL, TIED, why_not=asked)
+    assert told.why_not is not None and isinstance(told.why_not.outcome, Plan)
+    assert told.why_not.released == released
+    now = decisions(told.why_not.outcome)
+    kept = TIED.keys() - {*asked, *released}
+    assert {key: now[key] for key in kept} == {key: TIED[key] for key in kept}
+
+
+def test_what_contradicts_itself_blames_nothing_that_is_fixed(graph: Graph) -> None:
+    asked = {"schedule": "1f1b", "virtual_stages": 3}
+    told = explained(graph, LOCAL, {"pipeline": 2}, why_not=asked)
+    assert told.why_not is not None and told.why_not.released == ()
+    assert "one stage per pipeline rank" in str(told) and "which you fixed" not in str(told)
+
+
+def test_what_if_frees_only_the_degree_that_has_no_devices_left(graph: Graph) -> None:
+    pins = OWN | {"pipeline": 2, "tensor": 2}
+    told = explained(graph, Cluster.parse("2x2xL4"), pins, changes={"nodes": "1"})
+    assert told.what_if is not None and len(told.what_if.released) == 1
+
+
 def test_gpipe_loses_nothing_but_memory_at_equal_recomputation(graph: Graph) -> None:
     pins = {"pipeline": 2, "tensor": 2, "data": 1, "micro_batches": 4, "schedule": "1f1b"}
     told = explained(graph, LOCAL, pins, why_not={"schedule": "gpipe"})

@@ -86,6 +86,10 @@ def test_a_file_lists_nodes_with_their_own_keys(tmp_path) -> None:
     ("text", "message"),
     [
         ("nodes: []", "lists no node"),
+        (
+            "nodes: [{device: H100, usd_per_node_hour: 8}, {device: A100}]",
+            "entry 2 of `nodes` has no price and others have one",
+        ),
         ("nodes: [8]", "entry 1 of `nodes` must hold keys"),
         ("nodes: [{count: 0, device: H100}]", "entry 1 of `nodes`: `count` must be"),
         ("nodes: [{count: 2}]", "entry 1 of `nodes`: `device` must name a device"),

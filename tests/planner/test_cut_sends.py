@@ -1,4 +1,4 @@
-"""Sends of a stage by the blocks on it: values that skip blocks, and where to cut a model of them."""
+"""Sends of a stage by the blocks on it: values that skip blocks, and where to cut such models."""
 
 from itertools import combinations
 
@@ -33,7 +33,9 @@ class Skips(nn.Module):
 
 def test_a_stage_sends_what_it_makes_and_takes_what_it_reads_once() -> None:
     """Against counting messages one by one, for every cut into three."""
-    values = [Handed(0, (1, 5), 1.0, 2.0), Handed(1, (2, 3, 4), 3.0, 4.0), Handed(2, (5,), 5.0, 6.0)]
+    values = [
+        Handed(0, (1, 5), 1.0, 2.0), Handed(1, (2, 3, 4), 3.0, 4.0), Handed(2, (5,), 5.0, 6.0),
+    ]  # fmt: skip
     found = stage_sends(6, values)
     for inner in combinations(range(1, 6), 2):
         spans = list(zip((0, *inner), (*inner, 6), strict=True))

@@ -203,10 +203,9 @@ class _Checker:
                 found, note = self.alone.compare(ran), CONSTANTS
         except ShardwrightError as error:
             asked = " ".join(f"{key}={value}" for key, value in pin.items())
-            reason = one_paragraph(error)
-            if isinstance(error, DoesNotFit) and self.is_widened:
-                reason += WIDER
-            return UNKNOWN | {"status": "refused", "plan": asked, "reason": reason}
+            wider = WIDER if isinstance(error, DoesNotFit) and self.is_widened else ""
+            why = one_paragraph(error) + wider
+            return UNKNOWN | {"status": "refused", "plan": asked, "reason": why}
         said = found.to_json()
         reason = said["reason"] or note or None
         return UNKNOWN | said | {

@@ -22,20 +22,22 @@ def with_fewest_freed(
     request: Request, asked: Pinned, trials: Trials, mesh: Mesh | None = None
 ) -> tuple[Outcome, Freed]:
     """None of what is fixed is freed, or else one decision, or else two, and so on; of as many the
-    freed ones that give the fastest plan. It ends where memory is all that is lacking.
+    freed ones that give the fastest plan. It ends where memory is all that is lacking. Where even
+    freeing all does not help, the reason is no fixed decision, and none is named.
 
     `mesh`: tried first, where `asked` leaves its degrees as they are; then any mesh.
     """
     keys = [key for key in request.pins if key not in asked]
-    last: tuple[Outcome, Freed] = None, ()
+    last: Outcome = None
     for count in range(len(keys) + 1):
         found = [*_tried(request, asked, trials, mesh, list(combinations(keys, count)))]
         if plans := [(plan, freed) for plan, freed in found if isinstance(plan, Plan)]:
             return min(plans, key=lambda pair: pair[0].prediction.step_s)
         if ended := [pair for pair in found if _ends(pair[0])]:
-            return ended[0]
-        last = found[-1]
-    return last
+            outcome, freed = ended[0]
+            return outcome, freed if outcome else ()
+        last = found[-1][0]
+    return last, ()
 
 
 def _tried(

@@ -362,10 +362,9 @@ def _check_architecture(transformers: ModuleType, config: Any, name: str) -> Non
     )
 
 
-def _with_fused_attention(auto: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+def _with_fused_attention(auto: Any, config: Any, dtype: torch.dtype) -> Any:
     """The model with torch's scaled_dot_product_attention, or its own where it has no such."""
     try:
-        model: nn.Module = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        return auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
     except ValueError:
-        model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
-    return model
+        return auto.from_config(config, dtype=dtype, attn_implementation="eager")

@@ -119,6 +119,13 @@ def test_check_tries_every_split(command, model):
     assert sum(one["status"] == "ok" for one in result["combinations"]) >= 2
 
 
+def test_check_says_that_float64_takes_more_where_memory_is_lacking(command, model, tmp_path):
+    small = tmp_path / "small.yaml"
+    small.write_text("device: CPU\ndevices_per_node: 2\nmemory_GiB: 1e-6\nreserve_GiB: 1e-7\n")
+    code, out, _ = command("check", model, "--cluster", small, "--pin", "tensor=2")
+    assert code == 3 and "no plan fits" in out and "check computes in float64" in out
+
+
 def test_check_of_one_split(command, model):
     code, out, _ = command("check", model, "--devices", 2, "--pin", "tensor=2", "--json")
     assert code == 0

@@ -189,7 +189,7 @@ def test_devices_without_nvlink_meet_over_pcie() -> None:
         (matrix(["X ZZ", "ZZ X"]), "A100", "'ZZ' is no known kind"),
         (matrix(["X SYS NV4 SYS", "SYS X SYS NV4", "NV4 SYS X SYS", "SYS NV4 SYS X"]), "A100",
          "CUDA_VISIBLE_DEVICES=0,2,1,3"),
-        (matrix(["X NV4 SYS", "NV4 X SYS", "SYS SYS X"]), "A100", "unlike size, 2, 1 devices, in any"),
+        (matrix(["X NV4 SYS", "NV4 X SYS", "SYS SYS X"]), "A100", "unlike size, 2, 1 dev"),
         (matrix(["X NV4", "NV4 X"]), "L40S", "has no NVLink"),
         ("\n".join(PAIRS.splitlines()[:3]), "H100-NVL", "4 GPUs, 2 rows"),
     ],

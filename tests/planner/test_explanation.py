@@ -153,6 +153,12 @@ def test_what_contradicts_itself_blames_nothing_that_is_fixed(graph: Graph) -> N
     assert "one stage per pipeline rank" in str(told) and "which you fixed" not in str(told)
 
 
+def test_what_no_freed_decision_makes_possible_blames_none() -> None:
+    told = explained(products(8, 64, folded=True), LOCAL, TIED, why_not={"virtual_stages": 99})
+    assert told.why_not is not None and isinstance(told.why_not.outcome, Refusal)
+    assert told.why_not.released == () and "which you fixed" not in str(told)
+
+
 def test_what_if_frees_only_the_degree_that_has_no_devices_left(graph: Graph) -> None:
     pins = OWN | {"pipeline": 2, "tensor": 2}
     told = explained(graph, Cluster.parse("2x2xL4"), pins, changes={"nodes": "1"})

@@ -2,6 +2,8 @@
 
 import json
 import re
+from itertools import count
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -274,6 +276,20 @@ def test_a_time_limit_ends_the_search_with_what_it_has(graph: Graph) -> None:
         plan(graph, LOCAL, global_batch=8, time_limit_s=1e-9)
     whole_search = plan(graph, LOCAL, global_batch=8, time_limit_s=1000)
     assert whole_search == plan(graph, LOCAL, global_batch=8)
+
+
+def test_a_plan_says_that_the_time_limit_ended_its_search(graph: Graph, monkeypatch: Any) -> None:
+    """By a clock that moves by a second whenever the search looks at it."""
+    seconds = count(monotonic())
+    monkeypatch.setattr("planner.search.monotonic", lambda: next(seconds))
+    cut = plan(graph, LOCAL, global_batch=8, time_limit_s=20, processes=1)
+    assert cut.certificate and cut.certificate.is_cut_short
+    assert "of them planned; the time limit ended it" in cut.text
+    assert Plan.from_json(cut.to_json()) == cut
+    monkeypatch.undo()
+    whole = plan(graph, LOCAL, global_batch=8)
+    assert "the time limit" not in whole.text
+    assert "is_cut_short" not in whole.to_json()["certificate"]
 
 
 def test_the_certificate_says_what_was_searched(graph: Graph) -> None:

@@ -23,7 +23,7 @@ from ir.calibration import Calibration
 from ir.calibration_file import calibration_values
 from ir.cluster import Cluster
 from ir.errors import UsageError
-from ir.measured_elsewhere import HARDWARE, check_measured_on, cluster_values, described_by
+from ir.measured_elsewhere import HARDWARE, cluster_values, described_by, measured_on
 from ir.nccl_tests import NcclTests, read_nccl_tests
 from ir.topology import CPU, ram_bytes
 from ir.whole_file import check_writable, write_whole
@@ -197,10 +197,11 @@ def with_nccl_tests(
         (added,) = Calibration(0, (), (found.collective,)).to_json()["collectives"]
         for earlier in [pair for pair in held if _same(pair[1], added)]:
             held.remove(earlier)
-            notes.append(
-                f"{added['op']} of {added['members']} ranks, {added['members_near']} on a host: "
-                f"{found.name} counts and replaces what {earlier[0]} says"
-            )
+            if earlier[1] != added:
+                notes.append(
+                    f"{added['op']} of {added['members']} ranks, {added['members_near']} near each "
+                    f"other: {found.name} counts and replaces what {earlier[0]} says"
+                )
         held.append((found.name, added))
     base = (
         values if "format" in values else {**values, **calibration_values(Calibration(0), "", [])}
@@ -220,22 +221,17 @@ def read_output(path: Path) -> NcclTests:
     return read_nccl_tests(read_text(path), path.name)
 
 
-def check_measurable(read: Sequence[NcclTests], processes: Sequence[int]) -> list[str]:
-    """What could not be compared of outputs that are to go with measurements of this machine.
-
-    `UsageError` if it has no GPU, or they are of others.
-    """
-    if not read:
-        return []
+def hardware_here(processes: Sequence[int]) -> Cluster:
+    """The GPUs that nccl-tests outputs without `--cluster` are of; `UsageError` if none is here."""
     if _device_name() == CPU:
         raise UsageError(
-            "--nccl-tests: nccl-tests are of GPUs, and torch finds none here, so this machine "
-            "would be measured as a CPU. " + HARDWARE
+            "--nccl-tests: nccl-tests are of GPUs, and none is found here (by torch and NVML), so "
+            "this machine would be measured as a CPU. " + HARDWARE
         )
     here = Cluster.detect()
     per_node = max(*processes, here.devices_per_node)
     nodes = here.n_devices // here.devices_per_node
-    return check_measured_on(Cluster.parse(f"{nodes}x{per_node}x{here.device.name}"), read)
+    return Cluster.parse(f"{nodes}x{per_node}x{here.device.name}")
 
 
 def shown_use(path: Path, values: Mapping[str, Any], cluster: Cluster) -> str:
@@ -270,14 +266,18 @@ def calibrate_command(options: argparse.Namespace) -> int:
     path = Path(options.out)
     read = [read_output(Path(file)) for file in options.nccl_tests or ()]
     notes = [note for found in read for note in found.notes]
+    processes = options.processes or PROCESSES
+    values: dict[str, Any] = {}
     if options.cluster:
         if not read:
             raise UsageError("--cluster describes hardware elsewhere: add --nccl-tests FILE of it")
-        values, described = cluster_values(options.cluster, path)
-        notes += check_measured_on(described, read)
-    else:
-        processes = options.processes or PROCESSES
-        notes += check_measurable(read, processes)
+        values, hardware = cluster_values(options.cluster, path)
+    elif read:
+        hardware = hardware_here(processes)
+    if read:
+        read, compared = measured_on(hardware, read)
+        notes += compared
+    if not options.cluster:
         values, left_out = calibrate(processes, quick=options.quick, say=say)
     if read:
         values, replaced = with_nccl_tests(values, read)

@@ -68,26 +68,44 @@ def _as_seen_from(out: Path, file: Path) -> str:
     return os.path.relpath(file.parent.resolve() / file.name, out.parent.resolve())
 
 
-def check_measured_on(cluster: Cluster, read: Sequence[NcclTests]) -> list[str]:
-    """What could not be compared; `UsageError` for an output of other hardware than `cluster`."""
+def measured_on(
+    cluster: Cluster, read: Sequence[NcclTests]
+) -> tuple[list[NcclTests], list[str]]:
+    """The outputs with their ranks placed as this cluster's groups are, and what could not be
+    compared; `UsageError` for an output of other hardware."""
+    placed: list[NcclTests] = []
     notes: list[str] = []
     for found in read:
         _check_place(cluster, found)
         notes += _check_devices(cluster, found)
-    return notes
+        placed.append(_in_domain(cluster, found))
+    return placed, notes
 
 
 def _check_place(cluster: Cluster, found: NcclTests) -> None:
-    """Raises `UsageError` for ranks that don't fit on the cluster, so that no group lies so."""
+    """Raises `UsageError` for ranks that lie as no group of the cluster does."""
     per_node = cluster.devices_per_node
     nodes = cluster.n_devices // per_node
     most, hosts = max(found.on_hosts), len(found.on_hosts)
     if most > per_node or hosts > nodes:
         raise UsageError(
-            f"{found.name}: {found.collective.members} ranks on {hosts} hosts, up to {most} on "
-            f"one; {cluster} has {nodes} nodes of {per_node} devices, so no group of it lies so. "
-            f"{HARDWARE}"
+            f"{found.name}: it has {hosts} x {most} ranks (hosts x ranks of one); {cluster} has "
+            f"{nodes} x {per_node} devices, so no group of it lies so. {HARDWARE}"
         )
+    if min(found.on_hosts) < most:
+        counts = ", ".join(str(count) for count in found.on_hosts)
+        raise UsageError(
+            f"{found.name}: its hosts have {counts} ranks. What is measured prices groups with as "
+            "many members on every host: run it with as many ranks on each."
+        )
+
+
+def _in_domain(cluster: Cluster, found: NcclTests) -> NcclTests:
+    """Where one NVLink domain joins all nodes, the ranks of all hosts are near."""
+    if not cluster.devices_per_node < cluster.near_devices == cluster.n_devices:
+        return found
+    collective = replace(found.collective, members_near=found.collective.members)
+    return replace(found, collective=collective)
 
 
 def _check_devices(cluster: Cluster, found: NcclTests) -> Iterator[str]:

@@ -82,7 +82,7 @@ def _op_of(text: str, name: str) -> str:
 
 def _ranks(lines: Lines, name: str) -> tuple[list[str], tuple[str, ...]]:
     """The host of every rank, and the names of devices."""
-    found = [(n, match) for n, line in lines if (match := _RANK.match(line.lstrip()))]
+    found = [(n, match) for n, line in lines if (match := _RANK.search(line))]
     if len(found) < 2:
         raise UsageError(
             f"{name}: {len(found)} lines like `#  Rank  0 ... on HOST device 0` were found; they "
@@ -154,8 +154,8 @@ def _notes(text: str, rows: list[tuple[int, float, float]], name: str) -> Iterat
     counts = Counter(size for _, size, _ in rows)
     if again := [size for size, count in counts.items() if count > 1]:
         yield (
-            f"{name}: {len(again)} sizes stand in several rows (first {again[0]:.0f} bytes); the "
-            "last row of each counts"
+            f"{name}: several rows have the same size ({len(again)} times, first {again[0]:.0f} "
+            "bytes); the last of them counts"
         )
     if _FOOTER not in text:
         number, size, _ = rows[-1]

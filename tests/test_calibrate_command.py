@@ -93,9 +93,10 @@ def test_hardware_elsewhere_needs_measurements_of_it(capsys) -> None:
         ("2x4xH100-SXM+2x4xA100-80GB", TEXT, "nodes that differ"),
         ("local:8", TEXT, "are of GPUs"),
         ("2x8xH100-SXM", TEXT.replace("Some GPU", "NVIDIA A100-SXM4-80GB"), "(A100-80GB)"),
-        ("1x8xH100-SXM", TEXT, "8 ranks on 2 hosts"),
-        ("4x2xH100-SXM", TEXT, "up to 4 on one"),
-        ("", TEXT, "torch finds none here"),
+        ("1x8xH100-SXM", TEXT, "has 2 x 4 ranks"),
+        ("4x2xH100-SXM", TEXT, "4 x 2 devices"),
+        ("4x8xH100-SXM", TEXT.replace("node1 device  0", "node0 device  4"), "have 5, 3 ranks"),
+        ("", TEXT, "none is found here"),
     ],
 )
 def test_outputs_of_other_hardware_are_refused(
@@ -128,6 +129,13 @@ def test_the_file_is_of_the_same_cluster(spec: str, tmp_path: Path, capsys) -> N
     if spec == "4x8xA100-80GB":
         assert "for 4 devices on each of 4 nodes" in said
         assert Cluster.parse(f"4x{out}").n_devices == 16
+
+
+def test_one_nvlink_domain_makes_all_hosts_near(tmp_path: Path, capsys) -> None:
+    code, out = elsewhere("GB200-NVL72", tmp_path / "cluster.yaml")
+    assert code == 0
+    measured = Cluster.parse(str(out)).calibration
+    assert measured is not None and measured.collectives[0].members_near == 8
 
 
 def test_a_file_that_it_names_is_found_from_the_new_place(tmp_path: Path, capsys) -> None:

@@ -75,5 +75,5 @@ def test_what_is_taken_otherwise_is_said() -> None:
     again = TEXT.replace("134217728  ", "  1048576  ").partition("# Out of")[0]
     read = read_nccl_tests(again, "out.txt")
     assert read.collective.curve.at(2**20) == pytest.approx(1012.4e-6)
-    assert "1048576 bytes); the last row of each counts" in read.notes[0]
+    assert "first 1048576 bytes); the last of them counts" in read.notes[0]
     assert "(line 18, 1048576 bytes)" in read.notes[1]

@@ -19,6 +19,7 @@ from ir.predicted import Prediction
 from ir.schedules import Held
 from ir.spmd import Spmd, StageCall
 from planner.cost import CostModel
+from planner.cut_sends import Handed, StageSends, are_alike, stage_sends
 from planner.interleave import Interleaving
 from planner.offload import HostFull, check_host
 from planner.pieces import Pieces
@@ -222,6 +223,7 @@ class _Evaluation(StagePrices):
             tuple((i, j, held) for (i, j), held in tied.items()),
             tuple(self._held(stage) for stage in range(candidate.stages)),
             tuple(self.memories.moments(rank) for rank in range(ranks)), unlike,
+            moved_s=self._moved_s() if candidate.stages > 1 else (),
         )  # fmt: skip
 
     def _held(self, stage: int) -> tuple[Held, ...]:
@@ -289,6 +291,32 @@ class _Evaluation(StagePrices):
             ways = 2 if value in program.has_gradient and not self.cost.sends_meet else 1
             seconds += ways * self._crossing_s(program, value, stage, stage + 1)
         return seconds
+
+    def _moved_s(self) -> tuple[StageSends, ...]:
+        """Per stage, by the blocks on it; none where the same crosses everywhere, and its typical
+        seconds do."""
+        blocks, last = len(self.work.graph.calls), self.candidate.stages - 1
+        if are_alike(blocks, self._handed(0)):
+            return ()
+        made = [stage_sends(blocks, self._handed(stage)) for stage in range(last)]
+        return (*made, made[-1])
+
+    def _handed(self, stage: int) -> list[Handed]:
+        """What calls hand on, as it would go from a stage to the next one."""
+        readers: dict[str, list[int]] = {}
+        for index, call in enumerate(self.work.graph.calls):
+            for value in dict.fromkeys(call.arguments):
+                readers.setdefault(value, []).append(index)
+        found = []
+        for value, (maker, _) in self.program.makers.items():
+            later = tuple(index for index in readers.get(value, ()) if index > maker)
+            if later:
+                way_s = self._crossing_s(self.program, value, stage, stage + 1)
+                back_s = way_s if value in self.program.has_gradient else 0.0
+                meet = self.cost.sends_meet
+                sides = (way_s, back_s) if meet else (way_s + back_s,) * 2
+                found.append(Handed(maker, later, *sides))
+        return found
 
     # the exact stages
 

@@ -43,11 +43,11 @@ def is_late(problem: StageProblem, stage: int, choices: Choices) -> bool:
     return sum(n * (point.backward_s - 2 * point.weight_s) for point, n in points) >= 0
 
 
-def least_fill_s(problem: StageProblem, stage: int, bound_s: float, *, late: bool) -> float:
+def least_fill_s(problem: StageProblem, send_s: float, bound_s: float, *, late: bool) -> float:
     """A bound of what the blocks of a stage add to the fill, with half of the sends in each of
     forward and backward."""
     rounds = fill_rounds(problem.stages, problem.micro_batches)
-    return bound_s + problem.exposed_send_s(stage) * (1.0 if late else 1 - rounds / 2)
+    return bound_s + send_s * (1.0 if late else 1 - rounds / 2)
 
 
 def suited(

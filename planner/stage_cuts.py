@@ -95,7 +95,7 @@ def relaxed_fill_s(problem: StageProblem) -> Array:
 
 def _relaxed_fill_s(problem: StageProblem, stage: int) -> Array:
     rounds = fill_rounds(problem.stages, problem.micro_batches)
-    runs, send_s = problem.runs_at(stage), problem.exposed_send_s(stage)
+    runs, send_s = problem.runs_at(stage), problem.sends_s(stage)
     early = [
         min(p.forward_s + (1 - rounds) * (p.backward_s - p.weight_s) for p in run.points)
         for run in runs
@@ -148,7 +148,7 @@ def _relaxed_stage(problem: StageProblem, stage: int) -> Array:
     """At each of its fullest moments."""
     bounds = [_relaxed_moment(problem, stage, held) for held in problem.held_at(stage)]
     bound: Array = np.maximum.reduce(bounds)
-    return bound + problem.exposed_send_s(stage)
+    return bound + problem.sends_s(stage)
 
 
 def _relaxed_moment(problem: StageProblem, stage: int, held: Held) -> Array:

@@ -8,6 +8,10 @@ the solver of `planner.stages` minimises.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ir.schedules import Held
 from planner.schedule import SCHEDULES, StageTime, bubble_s, in_flight, pipeline_step_s
@@ -79,7 +83,8 @@ class StageProblem:
     `moments`: per rank of several stages, what all of them hold at such moments of the rank.
     `unlike`: per stage the same runs with the points and seconds of its device, where stages lie on
     different ones. `round_s`: where ranks of several stages are meant, the same seconds from the
-    last rank to the first.
+    last rank to the first. `moved_s`: per stage, [a, b], what a stage of blocks a..b-1 spends on
+    sends, where it depends on the cuts (`planner.cut_sends`); `send_s` is typical then.
     """
 
     runs: tuple[Run, ...]
@@ -93,6 +98,7 @@ class StageProblem:
     moments: tuple[tuple[tuple[Held, ...], ...], ...] = ()
     unlike: tuple[tuple[Run, ...], ...] = ()
     round_s: float = 0.0
+    moved_s: tuple[NDArray[np.float64], ...] = ()
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -129,6 +135,17 @@ class StageProblem:
     def fastest_s(self) -> tuple[float, ...]:
         """Of a block of each run, at its fastest point."""
         return fastest_s(self.runs)
+
+    def sends_s(self, stage: int) -> NDArray[np.float64]:
+        """[a, b], or one for all: seconds per micro-batch that a stage of blocks a..b-1 spends on
+        sends."""
+        if self.moved_s:
+            return self.moved_s[stage]
+        return np.full((1, 1), self.exposed_send_s(stage))
+
+    def send_of_s(self, stage: int, a: int, b: int) -> float:
+        """Of one stage."""
+        return float(self.moved_s[stage][a, b]) if self.moved_s else self.exposed_send_s(stage)
 
     def exposed_send_s(self, stage: int) -> float:
         """Seconds per micro-batch that a stage spends on sends to both its neighbours."""
@@ -198,7 +215,11 @@ class StagePlan:
 
 def price(problem: StageProblem, assignment: Assignment, bound_s: float = 0.0) -> StagePlan:
     """What the assignment costs. It is taken as complete and in order; memory is not checked."""
-    times = tuple(stage_time(problem, s, choices) for s, choices in enumerate(assignment))
+    ends = [0, *accumulate(sum(c.count for c in stage) for stage in assignment)]
+    times = tuple(
+        stage_time(problem, s, choices, problem.send_of_s(s, *ends[s : s + 2]))
+        for s, choices in enumerate(assignment)
+    )
     tail_s = max(
         sum(c.count * (runs[c.run].sync_s + runs[c.run].optimizer_s) for c in stage)
         for runs, stage in ((problem.runs_at(s), stage) for s, stage in enumerate(assignment))
@@ -227,13 +248,14 @@ def counted_points(
     return [(runs[c.run].points[c.point], c.count) for c in choices]
 
 
-def stage_time(problem: StageProblem, stage: int, choices: Sequence[Choice]) -> StageTime:
+def stage_time(
+    problem: StageProblem, stage: int, choices: Sequence[Choice], send_s: float
+) -> StageTime:
     """Seconds of forward and backward of one micro-batch; the sends are half in each."""
-    send_s = problem.exposed_send_s(stage) / 2
     points = counted_points(problem, stage, choices)
     return (
-        sum(count * point.forward_s for point, count in points) + send_s,
-        sum(count * point.backward_s for point, count in points) + send_s,
+        sum(count * point.forward_s for point, count in points) + send_s / 2,
+        sum(count * point.backward_s for point, count in points) + send_s / 2,
     )
 
 

@@ -135,11 +135,10 @@ class StageCosts:
         alone, room_bytes, first_run = self._alone(stage)
         seconds, choices = np.inf, None
         if found := stage_points(alone, room_bytes, self.gap / 2):
-            seconds = found.bound_s + self.problem.exposed_send_s(s)
-            choices = _shifted(found, first_run)
+            seconds, choices = found.bound_s, _shifted(found, first_run)
         for first in self._same_blocks(a, b):
             same = (s, first, first + b - a)
-            self.seconds[same] = max(seconds, self.seconds[same])
+            self.seconds[same] = max(seconds + self.problem.send_of_s(*same), self.seconds[same])
             self.choices[same] = choices
         if self.fill is not None and choices:
             late = is_late(self.problem, s, choices)
@@ -147,9 +146,10 @@ class StageCosts:
             lean = [filling(run, rounds, late=late) for run in alone]
             least = stage_points(lean, room_bytes, self.gap / 2)
             assert least is not None  # the same bytes as before
-            fill_s = least_fill_s(self.problem, s, least.bound_s, late=late)
             for first in self._same_blocks(a, b):
                 same = (s, first, first + b - a)
+                send_s = self.problem.send_of_s(*same)
+                fill_s = least_fill_s(self.problem, send_s, least.bound_s, late=late)
                 self.fill[same] = max(fill_s, self.fill[same])
                 self.leanest[same] = _shifted(least, first_run)
 

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 import yaml
 
-from ir.calibration import Calibration, Collective
+from ir.calibration import Calibration
 from ir.calibration_file import calibration_values
 from ir.cluster import Cluster
-from ir.device import find_device
 from ir.errors import UsageError
-from ir.nccl_tests import read_nccl_tests
+from ir.measured_elsewhere import HARDWARE, cluster_values, described_by, measured_on
+from ir.nccl_tests import NcclTests, read_nccl_tests
 from ir.topology import CPU, ram_bytes
 from ir.whole_file import check_writable, write_whole
-from ir.yaml_values import load_yaml
+from ir.yaml_values import read_text
 from runtime.arguments import filled
 from runtime.launch import run_ranks
 from runtime.stopwatch import NOISE_LIMIT
@@ -183,41 +183,67 @@ def _depth(head_dim: int) -> str:
     return f"head_dim {head_dim}" if head_dim else ""
 
 
-def with_nccl_tests(values: dict[str, Any], read: Sequence[Collective]) -> dict[str, Any]:
-    """A cluster file's values with the collectives of nccl-tests outputs; these count first."""
-    added = Calibration(0, (), tuple(read)).to_json()["collectives"]
-    kept = [c for c in values.get("collectives", []) if not any(_same(c, new) for new in added)]
+def with_nccl_tests(
+    values: dict[str, Any], read: Sequence[NcclTests]
+) -> tuple[dict[str, Any], list[str]]:
+    """A cluster file's values with the collectives of nccl-tests outputs, and what these replace.
+
+    Of several measurements of one group the last counts: an output before what the file holds, and
+    among the outputs the one that is named last.
+    """
+    held: list[tuple[str, Row]] = [("the file", row) for row in values.get("collectives", [])]
+    notes = []
+    for found in read:
+        (added,) = Calibration(0, (), (found.collective,)).to_json()["collectives"]
+        for earlier in [pair for pair in held if _same(pair[1], added)]:
+            held.remove(earlier)
+            if earlier[1] != added:
+                notes.append(
+                    f"{added['op']} of {added['members']} ranks, {added['members_near']} near each "
+                    f"other: {found.name} counts and replaces what {earlier[0]} says"
+                )
+        held.append((found.name, added))
     base = (
         values if "format" in values else {**values, **calibration_values(Calibration(0), "", [])}
     )
-    made_with = ", ".join(word for word in (base["made_with"], "nccl-tests") if word)
-    return {**base, "made_with": made_with, "collectives": [*added, *kept]}
+    words = [word for word in str(base.get("made_with", "")).split(", ") if word]
+    made_with = ", ".join(dict.fromkeys([*words, "nccl-tests"]))
+    new = {**base, "made_with": made_with, "collectives": [row for _, row in held]}
+    return new, notes
 
 
 def _same(one: Row, other: Row) -> bool:
     return all(one[key] == other[key] for key in ("op", "processes", "members", "members_near"))
 
 
-def read_output(path: Path) -> Collective:
+def read_output(path: Path) -> NcclTests:
     """What nccl-tests printed into a file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not text: {error}.") from error
-    return read_nccl_tests(text, path.name)
+    return read_nccl_tests(read_text(path), path.name)
 
 
-def cluster_values(spec: str) -> dict[str, Any]:
-    """A cluster file's values for hardware that is described and not measured."""
-    if spec.endswith((".yaml", ".yml")):
-        return load_yaml(Path(spec))
-    cluster = Cluster.parse(spec)
-    if cluster.device.name == CPU:
-        raise UsageError(f"--cluster {spec}: nccl-tests are of GPUs; name those, as 4x8xH100-SXM.")
-    per_node = cluster.devices_per_node
-    find_device(cluster.device.name.partition(":")[0])
+def hardware_here(processes: Sequence[int]) -> Cluster:
+    """The GPUs that nccl-tests outputs without `--cluster` are of; `UsageError` if none is here."""
+    if _device_name() == CPU:
+        raise UsageError(
+            "--nccl-tests: nccl-tests are of GPUs, and none is found here (by torch and NVML), so "
+            "this machine would be measured as a CPU. " + HARDWARE
+        )
+    here = Cluster.detect()
+    per_node = max(*processes, here.devices_per_node)
+    nodes = here.n_devices // here.devices_per_node
+    return Cluster.parse(f"{nodes}x{per_node}x{here.device.name}")
+
+
+def shown_use(path: Path, values: Mapping[str, Any], cluster: Cluster) -> str:
+    """How commands take the file; `NxFILE` only where it can be said of this one."""
+    whole, per_node = f"Use it as --cluster {path}", cluster.devices_per_node
+    if {"levels", "topology", "machine"} & set(values) or per_node == 1:
+        return whole
+    fewer = per_node // 2
     nodes = cluster.n_devices // per_node
-    return {"device": cluster.device.name, "nodes": nodes, "devices_per_node": per_node}
+    on_nodes = f" on each of {nodes} nodes" if nodes > 1 else ""
+    devices = "1 device" if fewer == 1 else f"{fewer} devices"
+    return f"{whole}, or --cluster {fewer}x{path} for {devices}{on_nodes}"
 
 
 def calibrate_command(options: argparse.Namespace) -> int:
@@ -237,24 +263,36 @@ def calibrate_command(options: argparse.Namespace) -> int:
     if not options.out.endswith((".yaml", ".yml")):
         raise UsageError(f"--out {options.out}: a cluster file is called .yaml, as machine.yaml.")
     check_writable(options.out)
-    read = [read_output(Path(file)) for file in options.nccl_tests or ()]
-    if options.cluster:
-        if not options.nccl_tests:
-            raise UsageError("--cluster describes hardware elsewhere: add --nccl-tests FILE of it")
-        values = cluster_values(options.cluster)
-    else:
-        values, left_out = calibrate(options.processes or PROCESSES, quick=options.quick, say=say)
-    if options.nccl_tests:
-        values = with_nccl_tests(values, read)
     path = Path(options.out)
+    read = [read_output(Path(file)) for file in options.nccl_tests or ()]
+    notes = [note for found in read for note in found.notes]
+    processes = options.processes or PROCESSES
+    values: dict[str, Any] = {}
+    if options.cluster:
+        if not read:
+            raise UsageError("--cluster describes hardware elsewhere: add --nccl-tests FILE of it")
+        values, hardware = cluster_values(options.cluster, path)
+    elif read:
+        hardware = hardware_here(processes)
+    if read:
+        read, compared = measured_on(hardware, read)
+        notes += compared
+    if not options.cluster:
+        values, left_out = calibrate(processes, quick=options.quick, say=say)
+    if read:
+        values, replaced = with_nccl_tests(values, read)
+        notes += replaced
+    cluster = described_by(values, path)  # what is written can be read
     text = yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=100)
     write_whole(path, text)
-    cluster = Cluster.parse(str(path))  # what is written can be read
+    for line in notes:
+        say(f"note: {line}")
     for line in left_out:
         say(f"left out: {line}")
-    say(f"wrote {path}: {cluster}. Use it as --cluster {path}, or --cluster 2x{path} for 2 devices")
+    say(f"wrote {path}: {cluster}. {shown_use(path, values, cluster)}")
     if options.json:
-        print(json.dumps({"status": "ok", "out": str(path), "left_out": left_out}))
+        told = {"status": "ok", "out": str(path), "left_out": left_out, "notes": notes}
+        print(json.dumps(told))
     return 0
 
 

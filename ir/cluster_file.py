@@ -86,7 +86,12 @@ class Described(TypedDict, total=False):
 def read_cluster_file(path: Path, devices: int | None = None) -> Described:
     """What a cluster.yaml describes; `devices` replaces `devices_per_node`. `UsageError` names a
     wrong key."""
-    values, where = load_yaml(path), str(path)
+    return described(load_yaml(path), path, devices)
+
+
+def described(values: Values, path: Path, devices: int | None = None) -> Described:
+    """What a file with these values would describe at `path`, which need not be there."""
+    where = str(path)
     calibration = read_calibration(values, where)
     check_keys(values, _FILE_KEYS | (MEASURED_KEYS if calibration else set()), where)
     if devices is not None:

@@ -61,7 +61,7 @@ def _gpu_names() -> list[str]:
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())]
         parts = [part for handle in handles for part in _slices(pynvml, handle) or [handle]]
-        return [_catalogue_name(pynvml.nvmlDeviceGetName(part)) for part in parts]
+        return [catalogue_name(pynvml.nvmlDeviceGetName(part)) for part in parts]
     finally:
         pynvml.nvmlShutdown()
 
@@ -95,7 +95,7 @@ def _visible(names: list[str], environment: Mapping[str, str]) -> list[str]:
     return [names[n] for n in indices]
 
 
-def _catalogue_name(name: str | bytes) -> str:
+def catalogue_name(name: str | bytes) -> str:
     text = name.decode() if isinstance(name, bytes) else name
     short, _, profile = text.partition(" MIG ")
     short = re.sub(r"\b(NVIDIA|Tesla|GeForce|Quadro)\b\s*", "", short).strip()

@@ -49,6 +49,13 @@ def read_spec(compact: str, spec: str, spare: int = 0) -> Described:
     return device, usual_levels(match[3], nodes + spare, devices), None
 
 
+def machine_in(spec: str) -> Machine | None:
+    """The machine that a spec names; None if it names a device."""
+    compact = re.sub(r"\s", "", spec).replace("×", "x")
+    match = re.fullmatch(rf"(?:\d+x)?(?:\d+x)?{_NAME}", compact, re.IGNORECASE)
+    return find_machine(match[1]) if match else None
+
+
 def machine_levels(machine: Machine, nodes: int) -> tuple[Level, ...]:
     """The levels of so many of its nodes."""
     levels = usual_levels(machine.device, nodes, machine.devices)

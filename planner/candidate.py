@@ -7,7 +7,7 @@ stands for. The stage problem works with one typical cut; the prediction with th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import inf
 from typing import overload
@@ -20,6 +20,9 @@ from ir.schedules import Held
 from ir.spmd import Spmd, StageCall
 from planner.cost import CostModel
 from planner.cut_sends import Handed, StageSends, are_alike, stage_sends
+from planner.evaluated import Evaluated as Evaluated
+from planner.evaluated import TooSlow as TooSlow
+from planner.fitting import fitted
 from planner.interleave import Interleaving
 from planner.offload import HostFull, check_host
 from planner.pieces import Pieces
@@ -38,35 +41,13 @@ from planner.stage_problem import (
     price,
     stage_memory,
 )
-from planner.stage_refusal import excess_message, least_assignment
+from planner.stage_refusal import least_assignment
 from planner.stages import plan_stages
 from planner.workload import Workload as Workload
-
-ATTEMPTS = 6
-"""How often the stages are planned again with less room when the exact bytes pass the capacity."""
-
 
 NEARLY, NEARLY_AT_MOMENTS = 1.2, 1.03
 """Over the capacity: what the stage problem takes for too large by no more may fit. Of ranks
 of several stages it counts what they hold at a moment, and not stage by stage."""
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """A candidate with its stages, the program and the prediction."""
-
-    candidate: Candidate
-    pieces: Pieces
-    program: Spmd
-    stages: tuple[tuple[Placed, ...], ...]
-    prediction: Prediction
-
-
-@dataclass(frozen=True)
-class TooSlow:
-    """Instead of an evaluation that would take longer than its limit."""
-
-    step_s: float
 
 
 @overload
@@ -140,31 +121,26 @@ class _Evaluation(StagePrices):
         return found
 
     def _best(self, limit_s: float) -> Evaluated | TooSlow:
-        """From more room than there is, since the stage problem counts too much; where a rank then
-        passes the capacity by exact count, with less than that plan fills, by as much as it was too
-        much, then by twice that."""
+        """From more room than there is, since the stage problem counts too much."""
         nearly = NEARLY if self.candidate.virtual_stages == 1 else NEARLY_AT_MOMENTS
         rooms = [nearly * prices.cost.capacity_bytes for prices in self.of_ranks]
-        for attempt in range(ATTEMPTS):
-            plan = self._stages_within(rooms)
-            program, stages = self._placed(plan)
-            if limit_s < inf and (step_s := self.step_s(program)) > limit_s:
-                return TooSlow(step_s)
-            prediction = self.prediction(program, plan.bound_s)
-            excess = prediction.excess_bytes
-            if not any(excess):
-                self._check_host(prediction)
-                return Evaluated(
-                    self.candidate, self.found, _with_used_points(program), stages, prediction
-                )
-            filled = self._filled_bytes(plan)
-            rooms = [
-                min(room, full) - 2**attempt * e if e else room
-                for room, full, e in zip(rooms, filled, excess, strict=True)
-            ]
-            if min(rooms) <= 0:
-                break
-        raise Refused(excess_message(prediction))
+        made = fitted(self._made, rooms, limit_s)
+        if isinstance(made, Evaluated):
+            self._check_host(made.prediction)
+        return made
+
+    def _made(
+        self, rooms_bytes: Sequence[float], limit_s: float
+    ) -> tuple[Evaluated | TooSlow, list[float]]:
+        """The best stages in so much room of each rank, whether or not they fit, and what they fill
+        as the stage problem counts."""
+        plan = self._stages_within(rooms_bytes)
+        program, stages = self._placed(plan)
+        filled = list(map(min, rooms_bytes, self._filled_bytes(plan)))
+        if limit_s < inf and (step_s := self.step_s(program)) > limit_s:
+            return TooSlow(step_s), filled
+        prediction, used = self.prediction(program, plan.bound_s), _with_used_points(program)
+        return Evaluated(self.candidate, self.found, used, stages, prediction), filled
 
     def _filled_bytes(self, plan: StagePlan) -> list[float]:
         """Of each rank, as the stage problem counts."""

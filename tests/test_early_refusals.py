@@ -42,7 +42,7 @@ REFUSED = [
     (["calibrate", "--cluster", "2xA100-80GB", "--quick"], "with --cluster nothing is measured"),
     (["calibrate", "--cluster", "2xA100-80GB", "--processes", "2"], "--processes: with --cluster"),
     (["calibrate", "--out", "HERE/m.txt"], "a cluster file is called .yaml"),
-    (["calibrate", "--out", "HERE/m.yaml", "--nccl-tests", "HERE/no.txt"], "no.txt: No such file"),
+    (["calibrate", "--out", "HERE/m.yaml", "--nccl-tests", "HERE/no.txt"], "no.txt can't be read"),
     (["plan", "MODEL", *LOCAL, "--pin", "tensor=3"], "pin tensor=3: 4 devices can't be split in 3"),
     (["plan", "MODEL", *LOCAL, "--pin", "tensr=2"], "unknown pin 'tensr'"),
     (["plan", "MODEL", *LOCAL, "--pin", "zero=7"], "it is one of 0, 1, 2, 3"),

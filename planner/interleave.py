@@ -3,10 +3,10 @@
 Input: a `StageProblem` of P v stages, and P; the stages of a rank share its memory, and each
 capacity is its rank's. Output: a `StagePlan` of the least seconds, by the longest way through all
 actions (`planner.longest_way`), and of gradients exchanged and parameters updated on the slowest
-rank; stage s is on rank s mod P. By descent: from the best cuts of `planner.interleaved_cuts`
-blocks move over one cut, or over several cuts in a row, as long as that helps; of equal steps the
-one with the more equal ranks. Every stage has at least `least_blocks`. What the stages of a rank
-keep is chosen together. No bound is proven.
+rank; stage s is on rank s mod P. By descent: from each of `planner.interleaved_cuts` blocks move
+over one cut, or over several cuts in a row, as long as that helps; of equal steps the one with the
+more equal ranks. Every stage has at least `least_blocks`. What the stages of a rank keep is chosen
+together. No bound is proven.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Interleaving:
         room; `Refused` where none fits."""
         problem, search = self.problem, self._descent
         search.rooms = tuple(rooms_bytes) or problem.capacity_bytes[: self.ranks]
-        self._cuts = search.run(self._cuts or search.first())
+        found = (self._cuts,) if self._cuts else first_cuts(problem, self.ranks)
+        self._cuts = min(map(search.run, found), key=search.value)
         choices = search.choices(self._cuts, gap)
         if choices is None:
             shares = [room * self.ranks / problem.stages for room in search.rooms]
@@ -119,10 +120,6 @@ class _Descent:
             sum(problem.exposed_send_s(s) for s in range(rank, problem.stages, ranks))
             for rank in range(ranks)
         ]
-
-    def first(self) -> Cuts:
-        """The best ones to begin with."""
-        return min(first_cuts(self.problem, self.ranks), key=self.value)
 
     def run(self, cuts: Cuts) -> Cuts:
         """The best move is made, until none helps."""

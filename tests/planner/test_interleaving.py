@@ -69,13 +69,12 @@ def test_cuts_of_several_stages_per_rank_are_the_best_of_all(
     assert found.step_s <= 1.001 * best_s
 
 
-def test_stages_of_a_round_are_alike_where_blocks_are_many() -> None:
-    """What the slowest rank takes is not far from the step, with 96 layers on 8 x 8 stages too."""
-    problem = layers_and_head(96, 8, 8, 24)
-    found = Interleaving(problem, 8).plan()
-    ranks_s = [sum(map(sum, found.stage_times[rank::8])) for rank in range(8)]
-    fill_s = sum(map(sum, found.stage_times[:7]))
-    assert found.step_s <= 1.05 * (24 * max(ranks_s) + fill_s)
+def test_stages_of_a_round_line_up() -> None:
+    """96 layers on 8 x 8 stages: the last rank takes 12 of them and the head, and the stages before
+    its first one 2 each; no other wait is left. From cuts that share the seconds evenly it is 7 %
+    more."""
+    found = Interleaving(layers_and_head(96, 8, 8, 24), 8).plan()
+    assert found.step_s <= 1.01 * (24 * (12 * 3 + 1) + 7 * 2 * 3)
 
 
 def test_numbers_of_stages_share_the_blocks_evenly_where_some_do() -> None:

@@ -4,20 +4,11 @@ import re
 
 import pytest
 import torch
-from torch import nn
+from function_model import OneFunction
 
 from ir.errors import CaptureError
 from ir.trace import trace
 from ir.trace.reasons import chain, reason_of, said_by
-
-
-class Model(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.layer, self.function = nn.Linear(8, 8), function
-
-    def forward(self, x):
-        return self.function(self.layer(x)).pow(2).mean()
 
 
 def test_a_place_in_torchs_sources_is_left_out():
@@ -45,7 +36,7 @@ def test_errors_in_a_circle_end():
 ])  # fmt: skip
 def test_a_refusal_says_what_to_try(function, why):
     with pytest.raises(CaptureError, match=why):
-        trace(Model(function), (torch.randn(4, 8),))
+        trace(OneFunction(function), (torch.randn(4, 8),))
 
 
 @pytest.mark.parametrize(("function", "why"), [
@@ -53,6 +44,6 @@ def test_a_refusal_says_what_to_try(function, why):
     (lambda h: torch.linalg.pinv(h.view(-1, 4, 2)), "aten.linalg_pinv.* for any number of rows"),
 ])  # fmt: skip
 def test_a_batch_that_stays_is_told_with_the_operation(function, why):
-    graph = trace(Model(lambda h: function(h).abs()), (torch.randn(4, 8),))
+    graph = trace(OneFunction(lambda h: function(h).abs()), (torch.randn(4, 8),))
     assert graph.fixed_batch and re.search(why, graph.fixed_batch)
-    assert "test_reasons.py" in graph.fixed_batch
+    assert "function_model.py" in graph.fixed_batch

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from function_model import OneFunction
 from torch.nn import functional
 
 import ir.trace.joint
@@ -24,18 +24,9 @@ SAME_IN_FLOAT64 = {
 }
 
 
-class Model(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.layer, self.function = nn.Linear(8, 8), function
-
-    def forward(self, x):
-        return self.function(self.layer(x)).pow(2).mean()
-
-
 def loaded(function):
     torch.manual_seed(0)
-    return Loaded(Model(function), (torch.randn(8, 8),), {}, None, "model")
+    return Loaded(OneFunction(function), (torch.randn(8, 8),), {}, None, "model")
 
 
 @pytest.mark.parametrize("pin", [{"data": 2}, {"tensor": 2}], ids=["data", "tensor"])

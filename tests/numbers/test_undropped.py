@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from function_model import OneFunction
 from torch import nn
 from torch.nn import functional
 
@@ -30,15 +31,6 @@ DROPPING = {
 }
 
 
-class Model(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.layer, self.function = nn.Linear(8, 8), function
-
-    def forward(self, x):
-        return self.function(self.layer(x)).pow(2).mean()
-
-
 class Encoder(nn.Module):
     """Modules with probabilities of their own."""
 
@@ -58,7 +50,7 @@ def drops_out(model, x):
 
 @pytest.mark.parametrize("name", DROPPING)
 def test_a_probability_in_a_call_is_switched_off(name):
-    model, x = Model(DROPPING[name]), torch.randn(8, 8)
+    model, x = OneFunction(DROPPING[name]), torch.randn(8, 8)
     assert drops_out(model, x)
     with NothingDropped():
         assert not drops_out(model, x)
@@ -75,12 +67,12 @@ def test_the_probabilities_of_modules_are_switched_off():
 
 def test_a_lost_gradient_is_found_beside_a_probability_in_a_call(monkeypatch):
     monkeypatch.setattr(ir.trace.joint, "_without_writes", lambda joint, *_: joint)
-    model = Model(lambda h: functional.dropout(torch.fft.rfft(h).abs(), 0.1))
+    model = OneFunction(lambda h: functional.dropout(torch.fft.rfft(h).abs(), 0.1))
     with pytest.raises(Different, match="differs from the model at the model's own precision"):
         check(Loaded(model, (torch.randn(12, 8),), {}, None, "model"), 1)
 
 
 def test_a_dropout_that_stays_is_told():
-    model = Model(lambda h: torch.ops.aten.dropout(h, 0.2, True))
+    model = OneFunction(lambda h: torch.ops.aten.dropout(h, 0.2, True))
     (found,) = check(Loaded(model, (torch.randn(8, 8),), {}, None, "model"), 1)
     assert found["status"] == "ok" and "can't be switched off" in found["reason"]

@@ -1,7 +1,8 @@
 """One candidate evaluated: its stages, their seconds and bytes, and the predicted step.
 
 Input: `Pieces`, a mesh, micro-batches, a schedule. Output: `Evaluated`, with the program that it
-stands for. The stage problem works with one typical cut; the prediction with the actual one.
+stands for. The stage problem counts the sends of a typical cut or, where the same does not cross
+everywhere, of the blocks on a stage; the prediction those of the actual cuts.
 """
 
 from __future__ import annotations

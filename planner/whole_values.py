@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from math import inf
 
 from ir.graph import Node
 from ir.layout import REPLICATE, Layout, Placement
@@ -95,7 +94,7 @@ class WholeValues:
         if self.kept.hosting is not None:
             ways.append(self._host(more))
         for maker in (node for node in self.block.forward if owner in node.outputs):
-            ways.append(self._make(owner, maker))
+            ways += self._make(owner, maker)
         self.model.constrain([*((1.0, way) for way in ways), (-1.0, had)], 0)
         return had
 
@@ -105,20 +104,22 @@ class WholeValues:
         self.seconds.append((2 * self.kept.hosting.copy_s(more_bytes, 0), host))
         return host
 
-    def _make(self, owner: str, maker: Node) -> Variable:
-        """Whether it is made again, from operands that are whole if no other way makes it so."""
-        again, options = self.model.variable(0, 1), self.built.prices[self.number].options(maker)
+    def _make(self, owner: str, maker: Node) -> list[Variable]:
+        """Whether it is made again, if that can be whole; from operands that are whole if no other
+        way makes it so."""
+        options = self.built.prices[self.number].options(maker)
         place = [name for name in maker.outputs if name in self.block.types].index(owner)
         whole = [(option, s) for option, s in options if option.results[place] == REPLICATE]
-        least_s = min((s for _, s in whole), default=inf)
-        if least_s < inf:
-            even_s = self.part * self.kept.times.of[maker.outputs[0]].total_s
-            self.seconds.append((max(0.0, least_s - even_s), again))
+        if not whole:
+            return []
+        again = self.model.variable(0, 1)
+        even_s = self.part * self.kept.times.of[maker.outputs[0]].total_s
+        self.seconds.append((max(0.0, min(s for _, s in whole) - even_s), again))
         for position, name in enumerate(maker.operands):
             operand = self.kept.storage.owner.get(name, name)
             if self._counts(operand) and all(o.operands[position] == REPLICATE for o, _ in whole):
                 self.model.constrain([(1.0, self._have(operand)), (-1.0, again)], 0)
-        return again
+        return [again]
 
     def _counts(self, owner: str) -> bool:
         """Whether a whole storage takes more than an even part of it."""

@@ -17,7 +17,7 @@ from ir.variants import Variant
 from planner.cost import CostModel
 from planner.node_prices import NodePrices
 from planner.sharding_program import Habits, ShardingProgram
-from planner.solver import Relaxation, Solution, Term
+from planner.solver import Relaxation, Solution, Term, Variable
 
 TIE = 1e-6
 """Of the least seconds: what all that nodes may make counts as where shardings are equal."""
@@ -78,6 +78,11 @@ class Shardings:
     @cached_property
     def parts(self) -> dict[int, Relaxation]:
         """Of single variants, as far as they were asked for."""
+        return {}
+
+    @cached_property
+    def call_totals(self) -> dict[int, Sequence[Variable]]:
+        """What a call of single variants takes and holds, of their relaxations."""
         return {}
 
     def relaxation_of(self, number: int) -> Relaxation:

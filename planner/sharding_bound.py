@@ -7,16 +7,17 @@ happens once per step is left out, also what may be made once for all micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import mul
 from typing import TypeAlias
 
 from planner.frontier import Frontier, frontier
 from planner.phases import PHASES, least_parts
 from planner.sharding import Shardings
 from planner.sharding_terms import CLASS, Terms
-from planner.solver import Model, Relaxation, Term, Variable, summed
+from planner.solver import Model, Relaxation, Variable, summed
 
 Rates: TypeAlias = tuple[float, ...]
 RATES = (*PHASES, "once", "update", "trained", "summed")
@@ -123,11 +124,9 @@ class LeastTotals:
 
     def _solved(self, rates: Rates) -> tuple[float, Rates]:
         """The total, and its parts at a rate of 1."""
-        rows = self._rows
-        terms = [(rate * c, v) for rate, row in zip(rates, rows, strict=True) for c, v in row]
-        wanted = {v for row in rows for c, v in row if c}
-        found = self.shardings.relaxation.minimum(terms, only=wanted)
-        return found.bound, tuple(sum(c * found[v] for c, v in row if c) for row in rows)
+        totals = self._totals
+        found = self.shardings.relaxation.minimum(zip(rates, totals, strict=True), only=totals)
+        return found.bound, tuple(found[v] for v in totals)
 
     @cached_property
     def _kinds(self) -> tuple[Relaxation, list[Variable]]:
@@ -147,10 +146,11 @@ class LeastTotals:
         return tuple(least.get(name, 0.0) for name in RATES)
 
     @cached_property
-    def _rows(self) -> list[list[Term]]:
+    def _totals(self) -> list[Variable]:
         program = self.shardings.built.program
         once = program.once, program.update, program.trained
-        return [*program.each.values(), *once, program.summed]
+        parts = [*program.each.values(), *once, program.summed]
+        return [self.shardings.relaxation.total(terms) for terms in parts]
 
 
 def seconds_of(program: Terms, number: int, rules: Rules) -> dict[Variable, float]:
@@ -176,14 +176,14 @@ class _Held:
     rules: Rules
 
     def priced(self, price_s: float) -> tuple[float, float, float]:
+        relaxation, totals = self.shardings.relaxation_of(self.number), self._totals
         seconds, held = self._seconds, self._bytes
-        terms = dict(seconds)
-        for v, size in held.items():
-            terms[v] = terms.get(v, 0.0) + price_s * size
-        relaxation = self.shardings.relaxation_of(self.number)
-        found = relaxation.minimum(((c, v) for v, c in terms.items()), only=terms)
-        total_s = sum(c * found[v] for v, c in seconds.items())
-        return total_s, sum(size * found[v] for v, size in held.items()), found.bound
+        terms = [*zip(seconds, totals, strict=True)]
+        terms += [(price_s * part, v) for part, v in zip(held, totals, strict=True)]
+        found = relaxation.minimum(terms, only=totals)
+        parts = [found[v] for v in totals]
+        total_s, total_bytes = (sum(map(mul, of, parts)) for of in (seconds, held))
+        return total_s, total_bytes, found.bound
 
     def least_bytes(self) -> float:
         """Every state tensor and every gradient in its smallest layout."""
@@ -192,13 +192,32 @@ class _Held:
             least[group] = min(size, least.get(group, size))
         return sum(least.values())
 
-    @cached_property
-    def _seconds(self) -> dict[Variable, float]:
-        return seconds_of(self.shardings.built.program, self.number, self.rules)
+    @property
+    def _seconds(self) -> Rates:
+        """How often each of the totals counts as seconds."""
+        rules = self.rules
+        return 1.0, float(rules.sums), rules.once, rules.exchange_s, 0.0, 0.0
 
-    @cached_property
-    def _bytes(self) -> dict[Variable, float]:
-        return {v: size for size, v in summed((size, v) for _, size, v in self._held()) if size}
+    @property
+    def _bytes(self) -> Rates:
+        """The same as bytes."""
+        return 0.0, 0.0, 0.0, 0.0, self.rules.state_part, self.rules.gradient_part
+
+    @property
+    def _totals(self) -> Sequence[Variable]:
+        """Seconds of a call in one micro-batch, of adding up gradients, of what is done once; bytes
+        of parameters, of state, of gradients."""
+        known, number = self.shardings.call_totals, self.number
+        if number not in known:
+            program = self.shardings.built.program
+            held = held_of(program, number, Rules())
+            of_calls = program.of_call, program.summed_of, program.once_of, program.trained_of
+            kinds = [of_call.get(number, []) for of_call in of_calls]
+            for is_state in (True, False):
+                kinds.append([(s, v) for name, s, v in held if name.startswith(CLASS) == is_state])
+            relaxation = self.shardings.relaxation_of(number)
+            known[number] = [relaxation.total(terms) for terms in kinds]
+        return known[number]
 
     def _held(self) -> list[tuple[str, float, Variable]]:
         return held_of(self.shardings.built.program, self.number, self.rules)

@@ -16,9 +16,11 @@ zero-bubble  1F1B whose backward is two: the half that gives the input's gradien
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from ir.errors import UsageError
 
@@ -147,18 +149,14 @@ class Held(NamedTuple):
     weight: int
 
 
-def held_over_time(
-    actions: tuple[Action, ...], stages: tuple[int, ...]
-) -> Iterator[tuple[Held, ...]]:
-    """What each of a rank's `stages` holds after each of its actions."""
+def held_over_time(actions: Sequence[Action], stages: Sequence[int]) -> np.ndarray:
+    """[actions, stages, 2]: the `Held` of each of a rank's `stages` after each of its actions."""
     index = {stage: place for place, stage in enumerate(stages)}
-    held = [Held(0, 0) for _ in stages]
     change = {FORWARD: (1, 0), BACKWARD: (-1, 0), BACKWARD_INPUT: (-1, 1), BACKWARD_WEIGHT: (0, -1)}
-    for action in actions:
-        forward, weight = change[action.kind]
-        here = index[action.stage]
-        held[here] = Held(held[here].forward + forward, held[here].weight + weight)
-        yield tuple(held)
+    places = [index[action.stage] for action in actions]
+    changes = np.zeros((len(actions), len(stages), 2), dtype=np.int64)
+    changes[range(len(actions)), places] = [change[action.kind] for action in actions]
+    return changes.cumsum(axis=0)
 
 
 __all__ = [

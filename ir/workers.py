@@ -88,10 +88,11 @@ class Workers:
         self.close()
 
     def start(self) -> None:
-        """Makes the copies, where that can be done and nothing is being answered."""
-        if self._copies or self._mine or self.processes == 1 or not can_fork():
+        """Makes the copies, where that can be done. What was asked before stays with this process,
+        and so do its keys until then."""
+        if self._copies or self.processes == 1 or not can_fork():
             return
-        self._owners = {}
+        self._owners = {asked.requests[n][0]: 0 for asked, n in self._mine}
         with held_interrupts():  # none is to be made that `close` does not know of
             for _ in range(1, self.processes):
                 self._copies.append(self._copy())

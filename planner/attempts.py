@@ -58,9 +58,14 @@ class Attempts:
         self.work, self.supply = work, supply
         self.bounds = PlacedBounds(supply)
 
+    def floors_s(self, candidates: Sequence[Candidate]) -> list[float]:
+        """What candidates take at least, before anything but products is priced."""
+        return [self.bounds.floor_s(candidate) for candidate in candidates]
+
     def quick_s(self, candidates: Sequence[Candidate]) -> list[float]:
-        """The first bounds."""
-        return [self.bounds.quick_s(candidate) for candidate in candidates]
+        """The first bounds; infinity where a candidate can't fit."""
+        may_fit, quick_s = self.bounds.may_fit, self.bounds.quick_s
+        return [quick_s(c) if may_fit(c) else inf for c in candidates]
 
     def close_s(self, candidate: Candidate, level: int) -> float:
         """A closer bound."""

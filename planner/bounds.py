@@ -64,6 +64,7 @@ class Bounds:
     least: LeastCosts
     of_ranks: Sequence[LeastCosts] = ()
     known_first: dict[tuple[int, int, int, int, bool], list[float]] = field(default_factory=dict)
+    known_products: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
     @property
     def work(self) -> Workload:
@@ -78,6 +79,29 @@ class Bounds:
         return LeastProblem(self.least, self.of_ranks)
 
     # (1)
+
+    def floor_s(self, candidate: Candidate) -> float:
+        """As `quick_s`, of products alone: fewer than half of the nodes, and most of the time."""
+        forward_s, total_s = self._products_s(candidate)
+        count, pace_s = candidate.micro_batches, total_s / candidate.mesh.pipeline
+        through_s = forward_s if splits_backward(candidate.schedule) else total_s
+        before = 0 if candidate.virtual_stages > 1 else count - 1
+        return max(count * pace_s, before * pace_s + through_s) / self._sharing(candidate)
+
+    def _products_s(self, candidate: Candidate) -> tuple[float, float]:
+        """Of one micro-batch through all blocks, products by their fastest strategies: in forward,
+        and in all."""
+        key = (candidate.mesh.tensor, candidate.rows)
+        if key not in self.known_products:
+            forward_s = total_s = 0.0
+            prices = self.least.shardings_of(candidate).prices
+            for kind, of, early in zip(self.work.kinds, prices, self.work.early, strict=True):
+                seconds = of.products_s(early)
+                total_s += len(kind.calls) * sum(seconds.values())
+                names = (node.outputs[0] for node in kind.block.forward)
+                forward_s += len(kind.calls) * sum(seconds.get(name, 0.0) for name in names)
+            self.known_products[key] = forward_s, total_s
+        return self.known_products[key]
 
     def quick_s(self, candidate: Candidate) -> float:
         """Seconds that no plan of the candidate beats, in closed form; infinity if none can fit."""
@@ -134,10 +158,11 @@ class Bounds:
         that share cores are faster while others wait."""
         count, virtual = candidate.micro_batches, candidate.virtual_stages
         if splits_backward(candidate.schedule):
-            alone_s = (count - 1) * pace_s + self.least.forward_s(candidate)
+            alone_s = max(pace_s, self.least.forward_s(candidate)) + (count - 1) * pace_s
         elif virtual > 1:
             waits_s = sum(self.leads_s(candidate))
-            alone_s = max(count * pace_s, (count * sum_s + waits_s) / candidate.mesh.pipeline)
+            each_s = (count * sum_s + waits_s) / candidate.mesh.pipeline
+            alone_s = max(count * pace_s, sum_s, each_s)
         else:
             alone_s = count * pace_s + max(0.0, sum_s - pace_s)
         sharing = self._sharing(candidate)

@@ -275,25 +275,33 @@ class _Evaluation(StagePrices):
         blocks, last = len(self.work.graph.calls), self.candidate.stages - 1
         if are_alike(blocks, self._handed(0)):
             return ()
-        made = [stage_sends(blocks, self._handed(stage)) for stage in range(last)]
+        handed = [self._handed(stage) for stage in range(last)]
+        known = {sends: stage_sends(blocks, sends) for sends in dict.fromkeys(handed)}
+        made = [known[sends] for sends in handed]
         return (*made, made[-1])
 
-    def _handed(self, stage: int) -> list[Handed]:
+    def _handed(self, stage: int) -> tuple[Handed, ...]:
         """What calls hand on, as it would go from a stage to the next one."""
+        found, meet = [], self.cost.sends_meet
+        for value, maker, later in self._readers:
+            way_s = self._crossing_s(self.program, value, stage, stage + 1)
+            back_s = way_s if value in self.program.has_gradient else 0.0
+            sides = (way_s, back_s) if meet else (way_s + back_s,) * 2
+            found.append(Handed(maker, later, *sides))
+        return tuple(found)
+
+    @cached_property
+    def _readers(self) -> list[tuple[str, int, tuple[int, ...]]]:
+        """(value, the call that makes it, later ones that read it), if there are any."""
         readers: dict[str, list[int]] = {}
         for index, call in enumerate(self.work.graph.calls):
             for value in dict.fromkeys(call.arguments):
                 readers.setdefault(value, []).append(index)
-        found = []
-        for value, (maker, _) in self.program.makers.items():
-            later = tuple(index for index in readers.get(value, ()) if index > maker)
-            if later:
-                way_s = self._crossing_s(self.program, value, stage, stage + 1)
-                back_s = way_s if value in self.program.has_gradient else 0.0
-                meet = self.cost.sends_meet
-                sides = (way_s, back_s) if meet else (way_s + back_s,) * 2
-                found.append(Handed(maker, later, *sides))
-        return found
+        later = {
+            value: tuple(index for index in readers.get(value, ()) if index > maker)
+            for value, (maker, _) in self.program.makers.items()
+        }
+        return [(v, self.program.makers[v][0], calls) for v, calls in later.items() if calls]
 
     # the exact stages
 

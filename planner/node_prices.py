@@ -23,6 +23,8 @@ from planner.ports import divides
 from planner.price import CROSS_ENTROPY_REDUCTIONS
 from planner.work import Work, compute_dtype, work_of
 
+PRODUCTS = ("matmul", "conv", "attention")
+"""Kinds of ops."""
 _Place: TypeAlias = tuple[str, Placement, Placement]  # a value, how data and tensor axes cut it
 
 
@@ -73,6 +75,14 @@ class NodePrices:
         """By first output, the seconds of each node by its fastest strategy."""
         nodes = self.variant.block.nodes
         return {node.outputs[0]: min(s for _, s in self.options(node)) for node in nodes}
+
+    def products_s(self, early: Collection[str]) -> dict[str, float]:
+        """As `least_s`, of what multiplies, without `early` values."""
+        nodes = (node for node in self.variant.block.nodes if op_def(node.op).kind in PRODUCTS)
+        return {
+            node.outputs[0]: min(s for _, s in self.options(node))
+            for node in nodes if node.outputs[0] not in early
+        }  # fmt: skip
 
     def bytes_of(self, name: str, layout: Layout) -> int:
         """Of a value in a layout, on one device."""

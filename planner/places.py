@@ -108,6 +108,8 @@ class PlacedBounds:
     """As `Bounds`, each candidate by the supply of its mesh."""
 
     supplies: Supplies
+    known: dict[tuple[int, ...], Bounds] = field(default_factory=dict)
+    """By what ranks take."""
 
     @property
     def least(self) -> LeastCosts:
@@ -117,6 +119,10 @@ class PlacedBounds:
     def may_fit(self, candidate: Candidate) -> bool:
         """As `Bounds.may_fit`."""
         return self._of(candidate).may_fit(candidate)
+
+    def floor_s(self, candidate: Candidate) -> float:
+        """As `Bounds.floor_s`."""
+        return self._of(candidate).floor_s(candidate)
 
     def quick_s(self, candidate: Candidate) -> float:
         """As `Bounds.quick_s`."""
@@ -128,4 +134,8 @@ class PlacedBounds:
 
     def _of(self, candidate: Candidate) -> Bounds:
         of_ranks = self.supplies.least_of_ranks(candidate)
-        return Bounds(self.supplies.of(candidate).least, of_ranks)
+        least = self.supplies.of(candidate).least
+        key = tuple(id(item) for item in (least, *of_ranks))
+        if key not in self.known:
+            self.known[key] = Bounds(least, of_ranks)
+        return self.known[key]

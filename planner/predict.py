@@ -25,13 +25,13 @@ from planner.candidate import Evaluated, Workload, evaluate_stages
 from planner.cost import CostModel
 from planner.device_memory import fits, reading_bytes
 from planner.fusion import is_fusable
+from planner.habits import Habits
 from planner.pieces import Pieces, pieces, whole
 from planner.pins import Candidate, divisors
 from planner.price import COLLECTIVES, NodeTimes
 from planner.recompute import MenuPoint, everything, group_starts, named_point
 from planner.rows import Configuration
 from planner.sharding import ShardingResult, shard
-from planner.sharding_program import Habits
 from planner.stage_problem import Assignment, Choice
 from planner.traits import Traits
 

@@ -42,10 +42,11 @@ def _moments(
         schedule, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual_stages
     )
     stages = tuple(range(rank, ranks * virtual_stages, ranks))
-    found = sorted(set(held_over_time(order[rank], stages)))
-    counts = np.array(found).reshape(len(found), -1)
-    is_below = (counts[:, None] <= counts[None]).all(axis=2)  # each of all others, and of itself
-    return tuple(m for m, below in zip(found, is_below.sum(axis=1), strict=True) if below == 1)
+    held = held_over_time(order[rank], stages)
+    found = np.unique(held.reshape(len(held), -1), axis=0)
+    is_below = (found[:, None] <= found[None]).all(axis=2)  # each of all others, and of itself
+    worst = found[is_below.sum(axis=1) == 1].reshape(-1, len(stages), 2).tolist()
+    return tuple(tuple(Held(*of_stage) for of_stage in moment) for moment in worst)
 
 
 def moments(

@@ -12,8 +12,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, replace
-from itertools import groupby, takewhile
+from dataclasses import replace
 from math import inf
 from time import monotonic
 from typing import Any, TypeAlias
@@ -39,10 +38,8 @@ from planner.supply import Supply
 
 MOST_EVALUATIONS = 24
 """Candidates that are planned before the search settles for the best one found."""
-AT_ONCE, PLANNED_AT_ONCE = 16, 2
-"""Candidates that are bounded, or planned, before their answers count."""
-IN_FLIGHT = 2
-"""How many times so many are asked for before the first answers count."""
+WINDOW, MOST_PLANNED = 32, 2
+"""Requests that are made before the answer of the first one counts, and those of them that plan."""
 MANY, SHORT_S = 64, 0.5
 """Requests, or seconds of a search, from which on other processes help."""
 LEVELS = 5
@@ -83,6 +80,7 @@ class Search:
         self.evaluations = self.refusals = self.patient_since = 0
         self.patient_s = inf
         self.too_large: list[Candidate] = []
+        self.alike: dict[Candidate, list[Candidate]] = {}
         self.is_cut_short = False
 
     def _supplies(self) -> Supplies:
@@ -148,29 +146,34 @@ class Search:
         """Best first: of all candidates those of the least bounds are bounded more closely, and
         then planned, until no bound is below the best plan by more than the gap; the least bound
         that is left. `always`: first bounds are found also after the deadline."""
-        closed_s, asked = inf, deque[tuple[list[_Open], Asked]]()
-        queue = [self._open(c, s, 1) for c, s in self._quick(options, always=always)]
+        closed_s, asked = inf, deque[tuple[_Open, Asked]]()
+        queue = self._first(options, always=always)
         self._begin(queue, best)
         while True:
             is_done = False
-            while len(asked) < IN_FLIGHT and monotonic() <= self.deadline:
-                taken, left_s = self._taken(queue, best)
+            while not is_done and len(asked) < WINDOW and monotonic() <= self.deadline:
+                planned = sum(level == LEVELS for (_, _, level, _), _ in asked)
+                entry, left_s = self._next(queue, best, planned, closed_s)
                 closed_s = min(closed_s, left_s)
-                if is_done := not taken:
-                    break
-                asked.append((taken, self._asked([self._request(e, best) for e in taken])))
+                if entry is None:
+                    is_done = True
+                else:
+                    asked.append((entry, self._asked([self._request(entry, best)])))
             if not asked:
                 self.is_cut_short |= not is_done and self._is_below(queue, best)
                 return min([closed_s, *(item[0] for item in queue[:1])])
-            taken, waited = asked.popleft()
-            for entry, answer in zip(taken, self.workers.finish(waited), strict=True):
-                closed_s = min(closed_s, self._answered(entry, answer, queue, best))
+            entry, waited = asked.popleft()
+            (answer,) = self.workers.finish(waited)
+            closed_s = min(closed_s, self._answered(entry, answer, queue, best))
 
     def _answered(self, entry: _Open, answer: Any, queue: list[_Open], best: Best) -> float:
         """Takes note of a closer bound, or of a plan; then the bound that it leaves."""
         bound_s, _, level, candidate = entry
         if answer is None:
             heapq.heappush(queue, entry)
+        elif level == 0:
+            for opened in self._opened(self.alike[candidate], answer):
+                heapq.heappush(queue, opened)
         elif level < LEVELS:
             heapq.heappush(queue, self._open(candidate, max(bound_s, answer), level + 1))
         else:
@@ -205,39 +208,42 @@ class Search:
         """Whether the least bound is below the best plan by more than the gap."""
         return bool(queue) and queue[0][0] < (1 - GAP) * best.step_s
 
-    def _taken(self, queue: list[_Open], best: Best) -> tuple[list[_Open], float]:
-        """The next entries to bound or to plan; and the least bound of those that are left out.
-        How many there are does not depend on the processes, and so the plan does not either."""
-        taken, left_s, planned = list[_Open](), inf, 0
-        while len(taken) < AT_ONCE and self._is_below(queue, best):
+    def _next(
+        self, queue: list[_Open], best: Best, planned: int, left_s: float
+    ) -> tuple[_Open | None, float]:
+        """The next entry to bound or to plan, if there is one; and the least bound of those that
+        are left out, `left_s` so far. `planned`: how many are being planned. Which it is does not
+        depend on the processes, and so the plan does not either."""
+        while self._is_below(queue, best):
+            if left_s <= queue[0][0] and not self._may_plan(queue[0][-1], best):
+                break  # a closer bound shows nothing
             entry = heapq.heappop(queue)
             bound_s, _, level, candidate = entry
             if level < LEVELS:
-                taken.append(entry)
-            elif self._is_too_large(candidate):
+                return entry, left_s
+            if self._is_too_large(candidate):
                 left_s = min(left_s, self._unproven_s(candidate, bound_s))
             elif candidate in self.offload.tried or self.offload.is_enough(
                 candidate, has_plan=best.found is not None
             ):
                 left_s = min(left_s, bound_s)
-            elif planned == PLANNED_AT_ONCE:
+            elif planned == MOST_PLANNED:
                 heapq.heappush(queue, entry)
                 break
-            elif self._goes_on(best) or self.offload.is_extra(candidate) or best.found is None:
-                taken.append(entry)
-                planned += 1
+            elif self._may_plan(candidate, best):
+                return entry, left_s
             else:
                 left_s = min(left_s, bound_s)
-                if queue and left_s <= queue[0][0]:
-                    break
-        return taken, left_s
+        return None, left_s
 
     def _request(self, entry: _Open, best: Best) -> Request:
         """What to do next with a candidate. Those with the same local shapes share linear
         programs."""
         _, _, level, candidate = entry
         mesh = candidate.mesh
-        key = mesh.tensor, candidate.rows, mesh.pipeline if mesh.tensor == 1 else 0
+        key = *_shape(candidate), mesh.pipeline if mesh.tensor == 1 else 0
+        if level == 0:
+            return key, (Attempts.quick_s, (self.alike[candidate],))
         if level < LEVELS:
             return key, (Attempts.close_s, (candidate, level + 1))
         return key, (Attempts.plan, (candidate, best.step_s))
@@ -247,6 +253,9 @@ class Search:
         if len(requests) > MANY or monotonic() > self.begun_s + SHORT_S:
             self.workers.start()
         return self.workers.ask(requests, inf if always else self.deadline)
+
+    def _may_plan(self, candidate: Candidate, best: Best) -> bool:
+        return best.found is None or self.offload.is_extra(candidate) or self._goes_on(best)
 
     def _goes_on(self, best: Best) -> bool:
         """Whether one more candidate is worth planning."""
@@ -262,31 +271,37 @@ class Search:
         may."""
         return bound_s if candidate.mesh.tensor > 1 else inf
 
-    def _quick(
-        self, options: list[Candidate], *, always: bool
-    ) -> Iterator[tuple[Candidate, float]]:
-        """Candidates with their first bounds, without those that can't fit; nothing is known of
-        those that there is no time for."""
-        groups: dict[tuple[int, int], list[Candidate]] = {}
-        for candidate in self._fitting(options):
-            groups.setdefault((candidate.mesh.tensor, candidate.rows), []).append(candidate)
-        requests = [(("quick", *key), (Attempts.quick_s, (c,))) for key, c in groups.items()]
+    def _first(self, options: list[Candidate], *, always: bool) -> list[_Open]:
+        """Candidates by their local shapes. Those without a tensor axis, or with `always` all, have
+        their first bounds; of the others one stands for all, with what they take at least, until
+        that is the next to be looked at. Nothing is known of those that there is no time for."""
+        shapes: dict[tuple[int, int], list[Candidate]] = {}
+        for candidate in options:
+            if not self.offload.is_idle(candidate):
+                shapes.setdefault(_shape(candidate), []).append(candidate)
+        is_now = [always or tensor == 1 for tensor, _ in shapes]
+        requests: list[Request] = [
+            ((*shape, 0), (Attempts.quick_s if now else Attempts.floors_s, (found,)))
+            for (shape, found), now in zip(shapes.items(), is_now, strict=True)
+        ]
         answers = self.workers.finish(self._asked(requests, always=always))
-        for found, seconds in zip(groups.values(), answers, strict=True):
-            for candidate, bound_s in zip(found, seconds or [0.0] * len(found), strict=True):
-                if bound_s < inf:
-                    yield candidate, bound_s
+        queue = list[_Open]()
+        for found, now, answer in zip(shapes.values(), is_now, answers, strict=True):
+            seconds = [0.0] * len(found) if answer is None else answer
+            if now:
+                queue += self._opened(found, seconds)
+                continue
+            closed = [self._open(c, floor_s, 0) for c, floor_s in zip(found, seconds, strict=True)]
+            queue.append(min(closed))
+            self.alike[queue[-1][-1]] = found
+        return queue
 
-    def _fitting(self, options: list[Candidate]) -> Iterator[Candidate]:
-        """Without those that can't fit: where rows do not fit on a mesh, more do not either."""
-
-        def alike(c: Candidate) -> tuple[Any, ...]:
-            return (astuple(c.mesh), c.virtual_stages, c.schedule, c.zero, c.offload, c.order)
-
-        ordered = sorted(options, key=lambda c: (alike(c), c.rows))
-        for _, group in groupby(ordered, key=alike):
-            needed = (c for c in group if not self.offload.is_idle(c))
-            yield from takewhile(self.attempts.bounds.may_fit, needed)
+    def _opened(self, candidates: list[Candidate], seconds: list[float]) -> Iterator[_Open]:
+        """Candidates with their first bounds, without those that can't fit."""
+        for candidate, bound_s in zip(candidates, seconds, strict=True):
+            entry = self._open(candidate, bound_s, 1)
+            if bound_s < inf:
+                yield entry
 
     def _open(self, candidate: Candidate, bound_s: float, level: int) -> _Open:
         """An entry of the queue; of equal bounds fewer stages and more data ranks come first."""
@@ -352,3 +367,8 @@ class Search:
         if attempt.fits and candidate.mesh.size < self.cluster.n_devices:
             self.patient_since += 1  # what leaves devices idle takes nothing from the others
         self.refusals += not attempt.fits
+
+
+def _shape(candidate: Candidate) -> tuple[int, int]:
+    """What decides the sizes of a block's tensors on a device, but for the data axis."""
+    return candidate.mesh.tensor, candidate.rows

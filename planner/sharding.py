@@ -7,20 +7,26 @@ node, one layout per state tensor and boundary, and the proven bound of their se
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeAlias
 
 from ir.graph import Graph
 from ir.layout import Placement
 from ir.lower import Degrees, Sharding
 from ir.variants import Variant
 from planner.cost import CostModel
+from planner.habits import Habits
 from planner.node_prices import NodePrices
-from planner.sharding_program import Habits, ShardingProgram
+from planner.sharding_program import ShardingProgram
 from planner.solver import Relaxation, Solution, Term, Variable
 
 TIE = 1e-6
 """Of the least seconds: what all that nodes may make counts as where shardings are equal."""
+
+
+Programs: TypeAlias = "dict[tuple[int, tuple[frozenset[str], ...]], ShardingProgram]"
+"""Of one model on one kind of device, by tensor degree and views that copy."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,8 @@ class ShardingResult:
 class Shardings:
     """Every sharding of a model at one tensor degree and number of rows.
 
-    `early`: per variant the values that are made once per step; `copied`: views that copy. The
+    `early`: per variant the values that are made once per step; `copied`: views that copy; `known`:
+    programs that were built for other rows, or other meshes, of this model without `habits`. A
     program is built once, and its relaxation solved again from the last solution; it mostly is
     integral, else the integer program is solved.
     """
@@ -53,6 +60,7 @@ class Shardings:
     early: Sequence[Collection[str]] = ()
     copied: Sequence[Collection[str]] = ()
     habits: Habits | None = None
+    known: Programs = field(default_factory=dict)
 
     @cached_property
     def prices(self) -> list[NodePrices]:
@@ -63,12 +71,17 @@ class Shardings:
 
     @cached_property
     def built(self) -> ShardingProgram:
-        """The program."""
-        return ShardingProgram(
+        """The program; for other rows only what it costs is found again."""
+        copied = tuple(frozenset(names) for names in self.copied)
+        if not self.habits and (found := self.known.get((self.degrees.tensor, copied))):
+            return found.at(self.degrees, self.cost, self.prices)
+        found = ShardingProgram(
             self.graph, self.kinds, self.degrees, self.cost, habits=self.habits,
             twice=self.habits is not None, early=self.early,
             prices=() if self.habits else self.prices, copied=self.copied,
         )  # fmt: skip
+        self.known[self.degrees.tensor, copied] = found
+        return found
 
     @cached_property
     def relaxation(self) -> Relaxation:

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias
+from copy import copy
+from functools import cache, partial
+from typing import Any, TypeAlias
 
 from ir.graph import Graph
 from ir.layout import PARTIAL, REPLICATE, Layout, Placement, Shard
@@ -31,9 +31,11 @@ from ir.reshard import step
 from ir.variants import Variant
 from planner.cost import CostModel
 from planner.flows import flows
+from planner.habits import Habits
 from planner.node_prices import NodePrices
 from planner.phases import Phase, node_phases, update_s
 from planner.ports import Port, Ports, connect, options
+from planner.program_prices import Price, ProgramPrices
 from planner.sharding_terms import CLASS, Move, Terms, Use
 from planner.solver import Variable
 
@@ -43,21 +45,6 @@ SEVERAL = 2
 """Micro-batches, so that gradients are added up."""
 Flow: TypeAlias = "tuple[Use, Placement, Placement, list[Variable]]"
 """A use of a value, where it is, where it is needed, and a sum that is 1 if it goes there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Habits:
-    """Restrictions that make the sharding that of a given program instead of the best one.
-
-    `cut_weights`: matrices are cut, and used as they are stored: never gathered.
-    `whole_activations`: no factor of what goes from block to block is cut, inside them neither
-    (Megatron's tensor parallelism before its sequence parallelism, Korthikanti et al. 2022).
-    `cut_activations`: what goes from block to block is cut (that sequence parallelism).
-    """
-
-    cut_weights: bool = False
-    whole_activations: bool = False
-    cut_activations: bool = False
 
 
 def _phases(*, late: bool, prompt: bool) -> tuple[Phase, ...]:
@@ -85,7 +72,7 @@ class ShardingProgram:
         self.graph, self.kinds, self.degrees, self.cost = graph, kinds, degrees, cost
         self.habits, self.twice = habits or Habits(), twice
         self.early, self.copied = (found or ((),) * len(kinds) for found in (early, copied))
-        self.known_reshards: dict[tuple[int, str, Placement, Placement], float] = {}
+        self.asked: dict[Price, int] = {}
         self.ports: Ports = connect(graph, kinds)
         self.places = [kind.spread.place for kind in kinds]
         self.program = Terms()
@@ -102,6 +89,26 @@ class ShardingProgram:
             self._deliveries(number)
             self.program.own(number)
         self._pay()
+        self.terms = self.program
+        self.program = self.terms.at([*map(self.sizes.of, self.asked)])
+
+    def at(
+        self, degrees: Degrees, cost: CostModel, prices: Sequence[NodePrices]
+    ) -> ShardingProgram:
+        """The same for other rows, where the same moves are free and the same views copy."""
+        made = copy(self)
+        made.degrees, made.cost, made.prices = degrees, cost, [*prices]
+        made.program = self.terms.at([*map(made.sizes.of, self.asked)])
+        return made
+
+    @property
+    def sizes(self) -> ProgramPrices:
+        """Prices of these rows."""
+        return ProgramPrices(self.kinds, self.places, self.prices, self.cost)
+
+    def _price(self, *asked: Any) -> int:
+        """The number of a price."""
+        return self.asked.setdefault(asked, len(self.asked))
 
     def _node_prices(self, number: int) -> NodePrices:
         whole = self._crossing_leaves(number) if self.habits.whole_activations else ()
@@ -188,13 +195,14 @@ class ShardingProgram:
         phases = node_phases(self.graph, variant)
         for i, node in enumerate(variant.block.nodes):
             row, backward = [], i >= variant.block.n_forward
-            for option, seconds in self.prices[number].options(node):
+            for place, (option, _) in enumerate(self.prices[number].options(node)):
                 variable = program.model.binary()
                 row.append((option, variable))
-                self._spend(number, node.outputs[0], seconds, variable, phases[node])
+                price = self._price("node", number, i, place)
+                self._spend(number, node.outputs[0], price, variable, phases[node])
                 names = [name for name in node.outputs if name in variant.block.types]
-                for name, place in zip(names, option.results, strict=True):
-                    self._make(number, name, place, variable, backward=backward)
+                for name, result in zip(names, option.results, strict=True):
+                    self._make(number, name, result, variable, backward=backward)
             program.chosen[number, node] = row
             program.model.constrain([(1.0, v) for _, v in row], 1, 1)
 
@@ -204,19 +212,19 @@ class ShardingProgram:
         """A value in all calls. Partial sums are not kept, but added up first; what forward makes
         counts twice, since it may be kept for backward."""
         if place != PARTIAL:
-            layout = Layout(self.places[number][name], place)
-            size = len(self.kinds[number].calls) * self.prices[number].bytes_of(name, layout)
-            self.program.made.append((float(size if backward else 2 * size), variable))
+            price = self._price("bytes", number, name, Layout(self.places[number][name], place))
+            times = len(self.kinds[number].calls) * (1 if backward else 2)
+            self.program.add(("made", 0), float(times), price, variable)
 
     def _spend(
-        self, number: int, name: str, seconds: float, variable: Variable, phase: Phase
+        self, number: int, name: str, price: int, variable: Variable, phase: Phase
     ) -> None:
-        """Seconds of every call of a variant for a value: per micro-batch, or once."""
+        """The seconds of every call of a variant for a value: per micro-batch, or once."""
         calls = len(self.kinds[number].calls)
         if name in self.early[number]:
-            self.program.each["early"].append((seconds * calls, variable))
+            self.program.add(("each", "early"), calls, price, variable)
         else:
-            self.program.spend(number, seconds, calls, variable, phase)
+            self.program.spend(number, price, calls, variable, phase)
 
     def _edges(self, number: int) -> None:
         """(2) and (3) between nodes, and (6) from the boundary."""
@@ -264,7 +272,8 @@ class ShardingProgram:
 
     def _pay(self) -> None:
         """What goes where it is needed is paid for."""
-        is_free = [not self._reshard_s(use.number, use.name, a, b) for use, a, b, _ in self.flows]
+        move_s = cache(self.sizes.move_s)
+        is_free = [not move_s(use.number, use.name, a, b) for use, a, b, _ in self.flows]
         shared = Counter(
             move for free, (use, a, b, _) in zip(is_free, self.flows, strict=True) if not free
             for move in self._moves(use, a, b)
@@ -286,9 +295,10 @@ class ShardingProgram:
         for a view that copies."""
         node = use.node
         if node is not None and node.outputs[0] in self.copied[use.number]:
-            seconds = self.prices[use.number].copy_s(node, have)
+            place = self.kinds[use.number].block.nodes.index(node)
+            price = self._price("copy", use.number, place, have)
             for variable in variables:
-                self._spend(use.number, node.outputs[0], seconds, variable, use.phase)
+                self._spend(use.number, node.outputs[0], price, variable, use.phase)
 
     def _moves(self, use: Use, have: Placement, want: Placement) -> list[Move]:
         """What pays for moving a value there: any of these, one for each phase where it may be."""
@@ -312,35 +322,23 @@ class ShardingProgram:
 
     def _spend_move(self, use: Use, move: Move, variable: Variable) -> None:
         number, name, a, b, _, phase = move
-        seconds = self._reshard_s(number, name, a, b)
+        price = self._price("move", number, name, a, b)
         self._make(number, name, b, variable, backward=use.backward)
         if use.once:
-            self._spend_once(number, seconds, variable, on_pieces=b == REPLICATE)
+            self._spend_once(number, price, variable, on_pieces=b == REPLICATE)
         else:
-            self._spend(number, name, seconds, variable, phase)
+            self._spend(number, name, price, variable, phase)
 
     def _spend_once(
-        self, number: int, seconds: float, variable: Variable, *, on_pieces: bool
+        self, number: int, price: int, variable: Variable, *, on_pieces: bool
     ) -> None:
-        """Seconds of every call of a variant, once per step."""
-        total = (seconds * len(self.kinds[number].calls), variable)
+        """The seconds of every call of a variant, once per step."""
+        calls = float(len(self.kinds[number].calls))
         if on_pieces:
-            self.program.update.append(total)
+            self.program.add(("update", 0), calls, price, variable)
             return
-        self.program.once.append(total)
-        self.program.once_of.setdefault(number, []).append((seconds, variable))
-
-    def _reshard_s(self, number: int, name: str, a: Placement, b: Placement) -> float:
-        key = (number, name, a, b)
-        if key not in self.known_reshards:
-            kind, seconds = step(a, b), 0.0
-            if kind is not None:
-                place = self.places[number][name]
-                layout = Layout(place, a if kind == "all_to_all" else REPLICATE)
-                size_bytes = self.prices[number].bytes_of(name, layout)
-                seconds = self.cost.collective_s(kind, size_bytes, "tensor")
-            self.known_reshards[key] = seconds
-        return self.known_reshards[key]
+        self.program.add(("once", 0), calls, price, variable)
+        self.program.add(("once_of", number), 1.0, price, variable)
 
     def _deliveries(self, number: int) -> None:
         """(6): outputs and gradients arrive in their class' layout; parameters' once per step."""

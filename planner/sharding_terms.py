@@ -7,7 +7,7 @@ prices of memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ir.graph import Node
@@ -18,6 +18,8 @@ from planner.solver import Model, Term, Variable
 
 CLASS = "class"
 """Begins the name of state in `Terms.held`, whose other names are of gradients."""
+Target: TypeAlias = "tuple[str, Phase | int]"
+"""A list of `Terms`: its name with a phase or a variant, 0 if there is one."""
 Move: TypeAlias = "tuple[int, str, Placement, Placement, bool, Phase]"
 """(variant, value, from, to, whether backward does it again, phase)."""
 
@@ -47,7 +49,8 @@ class Terms:
     what is moved. `of_call`: per variant, what one call takes in one micro-batch; `held`: per
     variant, (tensor, bytes, variable) of the state of one call, one variable of each tensor being
     chosen; `trained_of`, `once_of` and `summed_of`: the same of parameters alone, of what is done
-    once, and of adding up. `owners`: the variant of every row."""
+    once, and of adding up. `owners`: the variant of every row. `priced`: what these lists have
+    beside what is the same for all sizes: (factor, the number of a price, variable)."""
 
     model: Model = field(default_factory=Model)
     each: dict[Phase, list[Term]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
@@ -66,6 +69,31 @@ class Terms:
     layouts: dict[int, list[tuple[Placement, Variable]]] = field(default_factory=dict)
     paid: dict[Move, Variable] = field(default_factory=dict)
     owners: list[int] = field(default_factory=list)
+    priced: dict[Target, list[tuple[float, int, Variable]]] = field(default_factory=dict)
+
+    def at(self, prices: Sequence[float]) -> Terms:
+        """The same program at other prices, by their numbers; it has what was added until then."""
+        each: dict[Phase, list[Term]] = {phase: [] for phase in PHASES}
+        of_call, once_of = dict[int, list[Term]](), dict[int, list[Term]]()
+        once, update, made = list[Term](), [*self.update], list[Term]()
+        for (name, key), rows in self.priced.items():
+            terms = [(factor * prices[number], v) for factor, number, v in rows]
+            match name, key:
+                case "each", str():
+                    each[key] += terms
+                case "of_call", int():
+                    of_call[key] = terms
+                case "once_of", int():
+                    once_of[key] = terms
+                case _:
+                    {"once": once, "update": update, "made": made}[name] += terms
+        return replace(
+            self, each=each, once=once, update=update, made=made, of_call=of_call, once_of=once_of
+        )
+
+    def add(self, target: Target, factor: float, price: int, variable: Variable) -> None:
+        """To one of the lists, once prices are known."""
+        self.priced.setdefault(target, []).append((factor, price, variable))
 
     def own(self, number: int) -> None:
         """Rows that were added since the last time are of this variant; -1: of all."""
@@ -91,8 +119,8 @@ class Terms:
         return [*each, *summed, *once, *held]
 
     def spend(
-        self, number: int, seconds: float, times: float, variable: Variable, phase: Phase
+        self, number: int, price: int, times: float, variable: Variable, phase: Phase
     ) -> None:
-        """Seconds of every call of a variant, per micro-batch, which occurs so many times."""
-        self.each[phase].append((seconds * times, variable))
-        self.of_call.setdefault(number, []).append((seconds, variable))
+        """The seconds of every call of a variant, per micro-batch, which occurs so many times."""
+        self.add(("each", phase), times, price, variable)
+        self.add(("of_call", number), 1.0, price, variable)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import inf
-from typing import NewType
+from typing import NewType, TypeAlias
 
 from ortools.linear_solver import linear_solver_pb2, pywraplp
 from ortools.math_opt import model_pb2
@@ -33,6 +33,10 @@ _LATER = "use_preprocessing: false use_dual_simplex: false"
 _FIRST = "use_preprocessing: false use_dual_simplex: true"
 """Costs are not negative, so no variable at all is where the dual simplex may start; another
 objective leaves the last solution where the primal one may."""
+
+
+_Message: TypeAlias = "tuple[list[Variable], linear_solver_pb2.MPModelProto]"
+"""Variables in a message's order."""
 
 
 class Infeasible(Exception):
@@ -84,6 +88,7 @@ class Model:
         self._rows: list[_Row] = []
         self._objective: tuple[Term, ...] = ()
         self._offset = 0.0
+        self._messages: dict[tuple[int, ...], _Message] = {}
 
     def __str__(self) -> str:
         """The program in words, one row a line; variables without a name print as x<index>."""
@@ -110,11 +115,13 @@ class Model:
         self, lower: float = 0.0, upper: float = inf, *, integer: bool = False, name: str = ""
     ) -> Variable:
         """A variable between two bounds. Names are for reading; they need not be unique."""
+        self._messages.clear()
         self._variables.append((lower, upper, integer, name))
         return Variable(len(self._variables) - 1)
 
     def constrain(self, terms: Iterable[Term], lower: float = -inf, upper: float = inf) -> None:
         """lower <= sum of coefficient * variable <= upper; repeated variables add up."""
+        self._messages.clear()
         self._rows.append(_Row(summed(terms), lower, upper))
 
     def minimise(self, terms: Iterable[Term], offset: float = 0.0) -> None:
@@ -163,8 +170,36 @@ class Model:
         made._variables, made._rows = [*self._variables], [*self._rows]
         return made
 
+    def message(self, rows: Sequence[int]) -> _Message:
+        """Some rows with their variables, or all rows with all variables, for GLOP's interface:
+        several times faster than one by one. Made once while the model does not change."""
+        is_all, key = len(rows) == self.n_rows, tuple(rows)
+        if key not in self._messages:
+            counted = self._rows if is_all else [self._rows[n] for n in rows]
+            known: Iterable[int] = range(len(self._variables))
+            if not is_all:
+                known = dict.fromkeys(v for row in counted for _, v in row.terms)
+            self._messages[key] = self._message([*map(Variable, known)], counted)
+        return self._messages[key]
+
+    def _message(self, known: list[Variable], rows: Sequence[_Row]) -> _Message:
+        message = linear_solver_pb2.MPModelProto()
+        numbers = {v: number for number, v in enumerate(known)}
+        for v in known:
+            low, up, *_ = self._variables[v]
+            message.variable.add(lower_bound=low, upper_bound=up)
+        for row in rows:
+            factor = _row_factor(row)
+            added = message.constraint.add(
+                lower_bound=row.lower * factor, upper_bound=row.upper * factor
+            )
+            added.var_index.extend([numbers[v] for _, v in row.terms])
+            added.coefficient.extend([coefficient * factor for coefficient, _ in row.terms])
+        return known, message
+
     def relax_last(self) -> None:
         """Takes back the last row."""
+        self._messages.clear()
         self._rows.pop()
 
     def _text(self, terms: Iterable[Term]) -> str:
@@ -220,15 +255,11 @@ class Relaxation:
     """
 
     def __init__(self, model: Model, rows: Sequence[int] | None = None) -> None:
-        counted = model._rows if rows is None else [model._rows[n] for n in rows]
-        known: Iterable[Variable] = map(Variable, range(len(model._variables)))
-        if rows is not None:
-            known = dict.fromkeys(v for row in counted for _, v in row.terms)
         self._solver = pywraplp.Solver("relaxation", pywraplp.Solver.GLOP_LINEAR_PROGRAMMING)
         self._solver.SetSolverSpecificParametersAsString(_FIRST)
-        numbers = {v: number for number, v in enumerate(known)}
-        self._solver.LoadModelFromProto(_message(model, numbers, counted))
-        self._variables = dict(zip(numbers, self._solver.variables(), strict=True))
+        known, message = model.message(range(model.n_rows) if rows is None else rows)
+        self._solver.LoadModelFromProto(message)
+        self._variables = dict(zip(known, self._solver.variables(), strict=True))
         self._units: dict[Variable, float] = {}  # of totals
         self._solver.Objective().SetMinimization()
 
@@ -284,24 +315,6 @@ class Relaxation:
                 raise Infeasible("no solution exists")
             case _:
                 raise SolverFailed(f"the linear program failed (GLOP's status {status})")
-
-
-def _message(
-    model: Model, numbers: Mapping[Variable, int], rows: Sequence[_Row]
-) -> linear_solver_pb2.MPModelProto:
-    """Some rows and their variables, by `numbers`: several times faster than one by one."""
-    message = linear_solver_pb2.MPModelProto()
-    for v in numbers:
-        low, up, *_ = model._variables[v]
-        message.variable.add(lower_bound=low, upper_bound=up)
-    for row in rows:
-        factor = _row_factor(row)
-        added = message.constraint.add(
-            lower_bound=row.lower * factor, upper_bound=row.upper * factor
-        )
-        added.var_index.extend([numbers[v] for _, v in row.terms])
-        added.coefficient.extend([coefficient * factor for coefficient, _ in row.terms])
-    return message
 
 
 def _run(

@@ -23,7 +23,7 @@ from planner.offload import hosting_of
 from planner.pieces import Pieces, best_menu, priced, whole, with_menus
 from planner.pins import Candidate, Pins
 from planner.rank_costs import Place, fastest, least_cost, place_of, rank_costs
-from planner.sharding import ShardingResult, Shardings
+from planner.sharding import Programs, ShardingResult, Shardings
 from planner.storage import copied_views
 from planner.workload import Workload
 
@@ -41,6 +41,7 @@ class Supply:
         self.devices, self.only = devices or (cluster.device,), only
         self.is_whole_batch = is_whole_batch
         self.known_shardings: dict[tuple[int, int], Shardings] = {}
+        self.known_programs: Programs = {}
         self.known_sharded: dict[tuple[Any, ...], ShardingResult] = {}
         self.known_pieces: dict[tuple[Any, ...], Pieces] = {}
         self.known_alone: dict[int, Pieces] = {}
@@ -117,8 +118,10 @@ class Supply:
             work, cost = self.work, self.cost(candidate.mesh)
             degrees = Degrees(candidate.rows, 1, candidate.mesh.tensor, 1)
             copied = [copied_views(block) for block in self.alone(candidate.rows).lowered]
+            # on a measured machine, which pieces cost nothing to make may depend on their size
+            known = {} if self.cluster.calibration else self.known_programs
             self.known_shardings[key] = Shardings(
-                work.graph, work.kinds, degrees, cost, work.early, copied
+                work.graph, work.kinds, degrees, cost, work.early, copied, known=known
             )
         return self.known_shardings[key]
 

@@ -103,6 +103,23 @@ def test_what_is_asked_later_is_answered_later() -> None:
     assert in_one_thread("print_in_flight(False)") == "a0 b0 a1 b1 a2 c0\n"
 
 
+def print_started_late() -> None:
+    with Workers(Counter(), 2) as workers:
+        first = workers.ask([("a", "a"), ("b", "b")])
+        workers.start()
+        later = workers.ask([(key, key) for key in "cadb"])
+        found = [answer for asked in (first, later) for answer in workers.finish(asked)]
+    print(*(f"{key}{count}" for key, count, _ in found))
+    print(*(pid == os.getpid() for *_, pid in found))
+
+
+def test_copies_made_while_something_is_asked_take_other_keys() -> None:
+    told = in_one_thread("print_started_late()").split("\n")
+    assert told[0] == "a0 b0 c0 a1 d0 b1"
+    words = told[1].split(" ")
+    assert [words[n] for n in (0, 1, 3, 5)] == ["True"] * 4 and {words[2], words[4]} != {"True"}
+
+
 def test_a_killed_copy_leaves_all_that_it_was_asked() -> None:
     """Here nothing was asked of a yet."""
     assert in_one_thread("print_in_flight(True)") == "a0 b0 killed0 b1 a0 c0\n"

@@ -91,6 +91,8 @@ def _bounds(bounds: PlacedBounds, candidate: Candidate) -> tuple[float, ...]:
     quick_s = bounds.quick_s(candidate)
     if quick_s == inf:
         return (inf,)
+    floor_s = bounds.floor_s(candidate)
+    assert floor_s <= quick_s * (1 + 1e-9)
     return (quick_s, *(bounds.close_s(candidate, level) for level in range(2, LEVELS + 1)))
 
 

@@ -342,3 +342,25 @@ def test_what_a_plan_of_no_choice_beats_is_not_bounded_closely(monkeypatch) -> N
     made = plan(graph, "1x8xH100-SXM", global_batch=512, processes=1)
     first_s = planned[0].least_s
     assert bounds_s and max(bounds_s) < first_s < 1.2 * made.prediction.step_s
+
+
+def test_shapes_that_products_rule_out_are_not_priced(monkeypatch) -> None:
+    """Where products alone take longer than the best plan."""
+    opened, floors = set[tuple[int, int]](), dict[tuple[int, int], float]()
+    quick_s, floors_s = Attempts.quick_s, Attempts.floors_s
+
+    def counted(self: Attempts, candidates: list[Candidate]) -> list[float]:
+        opened.update((candidate.mesh.tensor, candidate.rows) for candidate in candidates)
+        return quick_s(self, candidates)
+
+    def noted(self: Attempts, candidates: list[Candidate]) -> list[float]:
+        found = floors_s(self, candidates)
+        floors[candidates[0].mesh.tensor, candidates[0].rows] = min(found)
+        return found
+
+    monkeypatch.setattr(Attempts, "quick_s", counted)
+    monkeypatch.setattr(Attempts, "floors_s", noted)
+    graph = chain(width=8 * 129, hidden=8 * 515, seq=8 * 255)
+    step_s = plan(graph, "4x8xH100-SXM", global_batch=64, processes=1).prediction.step_s
+    ruled_out = {shape for shape, floor_s in floors.items() if floor_s > step_s}
+    assert ruled_out and not ruled_out & opened and len(floors.keys() & opened) > len(ruled_out) / 2

@@ -150,7 +150,7 @@ class Exhaustive:
 
     def _moves_s(self, kind: Variant, moves) -> float:
         number = self.kinds.index(kind)
-        return sum(self.prices._reshard_s(number, name, a, b) for name, a, b in moves)
+        return sum(self.prices.sizes.move_s(number, name, a, b) for name, a, b in moves)
 
     def _deliver(self, number, picked, have, paid, spent_s) -> None:
         kind, port = self.kinds[number], self.prices.ports.of_value

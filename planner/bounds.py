@@ -1,7 +1,9 @@
 """Lower bounds of candidates: what no sharding, kept values or cuts beat under the cost model.
 
-Input: a candidate. Output: seconds of a step, at five levels, each closer and slower to find.
+Input: a candidate. Output: seconds of a step, at five levels after a floor, each closer and slower
+to find.
 
+    (0) of every node that multiplies what its fastest strategy takes
     (1) every node takes what its fastest strategy takes and nothing is communicated; stages share
         all work evenly, but no layer is cut; recomputation makes room for all stages together
     (2) one sharding of all blocks for the micro-batches, the exchange of gradients and the update
@@ -78,7 +80,7 @@ class Bounds:
     def _problem(self) -> LeastProblem:
         return LeastProblem(self.least, self.of_ranks)
 
-    # (1)
+    # (0) and (1)
 
     def floor_s(self, candidate: Candidate) -> float:
         """As `quick_s`, of products alone: fewer than half of the nodes, and most of the time."""

@@ -6,7 +6,7 @@ share the work, on fewer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -18,7 +18,7 @@ from planner.approximations import divides_something
 from planner.fewer_devices import Shares, fewer_devices, tensor_degrees
 from planner.least_costs import LeastCosts
 from planner.pins import Candidate, Pins, candidates, meshes, zero_stages
-from planner.stage_counts import stage_counts
+from planner.stage_counts import counts_beside, stage_counts
 from planner.workload import Workload
 
 FEW = 16
@@ -41,10 +41,14 @@ class Options:
     def of(self, found: Sequence[Mesh]) -> Iterator[Candidate]:
         """All candidates of these meshes."""
         for mesh in found:
-            for candidate in self._of_mesh(mesh):
-                for zero in zero_stages(self.pins, candidate):
-                    for order in mesh_orders(self.cluster, mesh):
-                        yield replace(candidate, zero=zero, order=order)
+            yield from self._of_mesh(mesh, stage_counts)
+
+    def beside(self, near: Candidate) -> Iterator[Candidate]:
+        """Those of one mesh, number of micro-batches and order of nodes, with more numbers of
+        stages."""
+        for candidate in self._of_mesh(near.mesh, counts_beside):
+            if (candidate.micro_batches, candidate.order) == (near.micro_batches, near.order):
+                yield replace(candidate, offload=near.offload)
 
     def check(self) -> None:
         """`Refused` for pins that this model can't have."""
@@ -113,14 +117,18 @@ class Options:
         is_kept = self.pins.tensor is not None or shares_cores(self.cluster)
         return any(self.of([mesh])) and (not useless or is_kept)
 
-    def _of_mesh(self, mesh: Mesh) -> Iterator[Candidate]:
+    def _of_mesh(self, mesh: Mesh, counts: Callable[..., tuple[int, ...]]) -> Iterator[Candidate]:
         calls = len(self.work.graph.calls)
-        if mesh.pipeline <= calls and (mesh.data == 1 or self.has_batch):
-            virtual = stage_counts(mesh.pipeline, calls, self._longest)
-            yield from candidates(
-                self.pins, mesh, self.work.global_batch, calls, whole_batch=self._is_whole,
-                virtual=virtual,
-            )  # fmt: skip
+        if mesh.pipeline > calls or (mesh.data > 1 and not self.has_batch):
+            return
+        virtual = counts(mesh.pipeline, calls, self._longest)
+        for candidate in candidates(
+            self.pins, mesh, self.work.global_batch, calls, whole_batch=self._is_whole,
+            virtual=virtual,
+        ):  # fmt: skip
+            for zero in zero_stages(self.pins, candidate):
+                for order in mesh_orders(self.cluster, mesh):
+                    yield replace(candidate, zero=zero, order=order)
 
     @property
     def _longest(self) -> int:

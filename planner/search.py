@@ -47,6 +47,8 @@ GAP = 0.005
 """Relative; the search ends when no plan can be better than the best by more."""
 PATIENCE = 8
 """The same since the last one that was better by a fifth of the gap."""
+MOST_BESIDE = 4
+"""The same when it looks round the best one."""
 MOST_REFUSALS = 40
 """Candidates that turn out not to fit before the same."""
 
@@ -78,6 +80,7 @@ class Search:
         self.least = self.attempts.bounds.least
         self.offload = OffloadChoice(pins.offload, self.least)
         self.evaluations = self.refusals = self.patient_since = 0
+        self.most = MOST_EVALUATIONS
         self.patient_s = inf
         self.too_large: list[Candidate] = []
         self.alike: dict[Candidate, list[Candidate]] = {}
@@ -100,6 +103,7 @@ class Search:
         smaller = self._smaller(best, everything)
         bound_s = min(bound_s, self._improve(best, smaller))
         everything += smaller
+        bound_s = min(bound_s, self._beside(best, everything, bound_s))
         more = self.offload.more(everything, best.found)
         is_plain = best.found is not None
         offloaded_s = self._improve(best, more)
@@ -133,6 +137,25 @@ class Search:
         (answer,) = self.workers.finish(self._asked([request], always=True))
         self._attempted(alone, answer, best)
         return [alone]
+
+    def _beside(self, best: Best, everything: list[Candidate], bound_s: float) -> float:
+        """Looks round the best plan while that helps: at more numbers of stages, and if its gap is
+        wide at all that were not planned, since loose bounds say less of them than it does. Then
+        the least bound."""
+        known, before_s = set(everything), inf
+        while best.found and best.step_s < (1 - GAP / 5) * before_s:
+            if monotonic() > self.deadline:
+                break
+            before_s, is_wide = best.step_s, bound_s < (1 - GAP) * best.step_s
+            near = [
+                c for c in self.options.beside(best.found.candidate)
+                if c not in known or (is_wide and c not in self.offload.tried)
+            ]  # fmt: skip
+            self.most, self.patient_since = self.evaluations + MOST_BESIDE, self.evaluations
+            bound_s = min(bound_s, self._improve(best, near))
+            everything += [c for c in near if c not in known]
+            known.update(near)
+        return bound_s
 
     def _smaller(self, best: Best, tried: list[Candidate]) -> list[Candidate]:
         """On fewer devices, where those could be faster: what one device computes, shared by so
@@ -262,7 +285,7 @@ class Search:
         if best.step_s < (1 - GAP / 5) * self.patient_s:
             self.patient_s, self.patient_since = best.step_s, self.evaluations
         return (
-            self.evaluations < min(MOST_EVALUATIONS, self.patient_since + PATIENCE)
+            self.evaluations < min(self.most, self.patient_since + PATIENCE)
             and self.refusals < MOST_REFUSALS
         )
 

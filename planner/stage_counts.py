@@ -10,6 +10,8 @@ from __future__ import annotations
 
 MOST_STAGES = 8
 """Per rank; that a rank sends so often as well."""
+MOST_BESIDE = 24
+"""The same beside the best plan that was found."""
 
 
 def stage_counts(ranks: int, blocks: int, longest: int) -> tuple[int, ...]:
@@ -18,11 +20,25 @@ def stage_counts(ranks: int, blocks: int, longest: int) -> tuple[int, ...]:
     >>> stage_counts(8, 98, 96), stage_counts(16, 98, 96), stage_counts(8, 90, 5)
     ((2, 3, 6), (2, 3, 6), (2, 4, 8))
     """
-    shared = (blocks, longest) if 2 * longest > blocks else (blocks,)
     possible = range(2, min(MOST_STAGES, blocks // max(1, ranks)) + 1)
-    even = [v for v in possible if any(count % (ranks * v) == 0 for count in shared)]
-    found = even or list(possible)
+    found = _even(possible, ranks, blocks, longest) or list(possible)
     if not found:
         return ()
     middle = min(found, key=lambda v: abs(v * v - found[0] * found[-1]))
     return tuple(sorted({found[0], middle, found[-1]}))
+
+
+def counts_beside(ranks: int, blocks: int, longest: int) -> tuple[int, ...]:
+    """All that are tried beside the best plan, rising.
+
+    >>> counts_beside(8, 98, 96), counts_beside(8, 90, 5)
+    ((2, 3, 4, 6, 12), (2, 3, 4, 5, 6, 7, 8))
+    """
+    most = blocks // max(1, ranks)
+    even = _even(range(2, min(MOST_BESIDE, most) + 1), ranks, blocks, longest)
+    return tuple(even or range(2, min(MOST_STAGES, most) + 1))
+
+
+def _even(possible: range, ranks: int, blocks: int, longest: int) -> list[int]:
+    shared = (blocks, longest) if 2 * longest > blocks else (blocks,)
+    return [v for v in possible if any(count % (ranks * v) == 0 for count in shared)]

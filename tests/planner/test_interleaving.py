@@ -3,10 +3,12 @@
 from itertools import combinations
 
 import pytest
+from small_models import chain
 
+from planner import plan
 from planner.interleave import Interleaving
 from planner.schedule import moments
-from planner.stage_counts import stage_counts
+from planner.stage_counts import counts_beside, stage_counts
 from planner.stage_problem import Choice, Point, Run, StagePlan, StageProblem, price
 
 
@@ -82,4 +84,18 @@ def test_numbers_of_stages_share_the_blocks_evenly_where_some_do() -> None:
     assert stage_counts(16, 128, 126) == (2, 4, 8)
     assert stage_counts(32, 98, 96) == (3,)
     assert stage_counts(8, 90, 5) == (2, 4, 8)
+    assert counts_beside(8, 98, 96) == (2, 3, 4, 6, 12)
+    assert counts_beside(8, 90, 5) == (2, 3, 4, 5, 6, 7, 8)
     assert stage_counts(2, 3, 1) == ()
+
+
+def test_more_stages_are_tried_beside_the_best_plan() -> None:
+    """With 12 stages on a rank, a block each, the fill of two micro-batches is shortest."""
+    graph = chain(depth=22, width=2048, hidden=8192, seq=1024, words=4096)
+    pin = {
+        "pipeline": 2, "data": 1, "tensor": 1, "micro_batches": 2, "schedule": "interleaved",
+    }  # fmt: skip
+    free = plan(graph, "1x2xH100-SXM", global_batch=4, pin=pin)
+    fewer = plan(graph, "1x2xH100-SXM", global_batch=4, pin=pin | {"virtual_stages": 6})
+    assert free.virtual_stages == 12
+    assert free.prediction.step_s < 0.99 * fewer.prediction.step_s

@@ -122,65 +122,97 @@ class _Shares:
         return blocks[0], blocks[-1]
 
     def _of_rank(self, rank: int, mine: int) -> Array:
-        """[number]: by duality, over some prices of a byte: any price gives a bound."""
-        runs = [r for bit, r in enumerate(self.others) if mine >> bit & 1]
-        here = self.problem.runs_at(rank)
-        room = self.problem.capacity_bytes[rank] - _least_working(here, [self.longest, *runs])
-        numbers = np.arange(self.count + 1, dtype=np.float64)
-        held = self._held(self.moments[rank], numbers, len(runs))
-        least_held = min(min(h.forward for h in moment) for moment in self.moments[rank])
-        points = here[self.longest].points
-        sizes = [np.stack([_bytes(p, held) for p in points])]
-        times = [_times(points)]
-        for r in runs:
-            sizes.append(np.array([[_bytes(p, least_held)] for p in here[r].points]))
-            times.append(_times(here[r].points))
-        counts = [numbers, *(np.ones(1) for _ in runs)]
-        middle = [size[:, min(size.shape[1] - 1, 1 + self.count // len(self.moments))]
-                  for size in sizes]  # fmt: skip
-        best = np.zeros(self.count + 1)
-        for price in indifferent_prices(times, middle):
-            each = [
-                (time[:, None] + price * size).min(axis=0)
-                for time, size in zip(times, sizes, strict=True)
-            ]
-            each[0] = np.maximum(each[0], joint_s(here[self.longest], price, held))
-            total = sum(n * value for n, value in zip(counts, each, strict=True))
-            best = np.maximum(best, total - price * room)
-        smallest = sum(n * size.min(axis=0) for n, size in zip(counts, sizes, strict=True))
+        """[number]: by duality, over some prices of a byte: any price gives a bound, at any
+        moment."""
+        others = [bit for bit in range(len(self.others)) if mine >> bit & 1]
+        here, moments = self.problem.runs_at(rank), self.moments[rank]
+        runs = [here[self.longest], *(here[self.others[bit]] for bit in others)]
+        room = self.problem.capacity_bytes[rank] - _least_working(runs)
+        prices = _prices(runs, moments)
+        most = max(held.forward for moment in moments for held in moment)
+        longest, *alone = (_Least.of(run, prices, most) for run in runs)
+        best, fits = np.zeros(self.count + 1), np.full(self.count + 1, True)
+        for moment in moments:
+            held, held_of = self._held(moment, others)
+            seconds, sizes = _sums(longest.seconds[:, held]), _sums(longest.sizes[held])
+            for other, level in zip(alone, held_of, strict=True):
+                seconds, sizes = seconds + other.seconds[:, [level]], sizes + other.sizes[level]
+            best = np.maximum(best, (seconds - room * prices[:, None]).max(axis=0))
+            fits &= sizes <= room * (1 + 1e-9)
         best += self.problem.exposed_send_s(rank)
-        is_enough = numbers + len(runs) >= self._least * len(self.moments[rank][0])
-        return np.where(is_enough & (smallest <= room * (1 + 1e-9)), best, inf)
+        is_enough = np.arange(len(best)) + len(runs) - 1 >= self._least * len(moments[0])
+        return np.where(is_enough & fits, best, inf)
 
     @cached_property
     def _least(self) -> int:
         """Blocks of a stage."""
         return least_of(self.problem, len(self.moments) * len(self.moments[0][0]))
 
-    def _held(self, moments: Moments, numbers: Array, others: int) -> Array:
-        """[number]: micro-batches held per block, at least: every stage of the rank has its least
-        number of blocks, and all but `others` of those are of the longest run."""
-        most = np.zeros(len(numbers))
-        for moment in moments:
-            held = sorted(h.forward for h in moment)
-            forced = [h for h in held for _ in range(self._least)]
-            forced = forced[: max(0, len(forced) - others)]
-            places = np.minimum(numbers, len(forced))
-            sums = np.concatenate([[0.0], np.cumsum(forced)])[places.astype(int)]
-            sums = sums + np.maximum(0, numbers - places) * held[0]
-            most = np.maximum(most, sums / np.maximum(numbers, 1))
-        return most
+    def _held(self, moment: tuple[Held, ...], others: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Micro-batches held of each block of the longest run, of as many as there are, and of each
+        of `others`, at least: every stage of the rank has its least number of blocks, the first one
+        the first block of the model, and the last one the last."""
+        counts = [held.forward for held in moment]
+        forced, held_of = counts * self._least, {}
+        for other in sorted(others, key=lambda bit: self._end(bit) is None):
+            end = self._end(other)
+            forced.remove(max(forced) if end is None else counts[end])
+            held_of[other] = min(counts) if end is None else counts[end]
+            if not forced:
+                break
+        held = [*sorted(forced), *[min(counts)] * self.count][: self.count]
+        return held, [held_of.get(other, min(counts)) for other in others]
+
+    def _end(self, other: int) -> int | None:
+        """The place on its rank of the stage that one of `others` is on, if that is known."""
+        if other == 0 and self._ends[0] != self.longest:
+            return 0
+        is_last = other == len(self.others) - 1 and self._ends[1] != self.longest
+        return -1 if is_last else None
 
 
-def _least_working(runs: Sequence[Run], present: Sequence[int]) -> float:
+@dataclass(frozen=True)
+class _Least:
+    """What a block takes at least. `seconds`: [price, held], with its bytes at a price, where so
+    many micro-batches are held; `sizes`: [held], in bytes alone."""
+
+    seconds: Array
+    sizes: Array
+
+    @staticmethod
+    def of(run: Run, prices: Array, most_held: int) -> _Least:
+        """Of a block of a run, from no micro-batch to `most_held`."""
+        held = np.arange(1.0 + most_held)
+        times = np.array([p.forward_s + p.backward_s for p in run.points])
+        sizes = np.stack([_bytes(p, held) for p in run.points])
+        seconds = [
+            np.maximum((times[:, None] + price * sizes).min(axis=0), joint_s(run, price, held))
+            for price in prices
+        ]
+        return _Least(np.stack(seconds), sizes.min(axis=0))
+
+
+def _sums(of_blocks: Array) -> Array:
+    """Of no block, of the first one, of the first two and so on; along the last axis."""
+    return np.cumsum(np.pad(of_blocks, [(0, 0)] * (of_blocks.ndim - 1) + [(1, 0)]), axis=-1)
+
+
+def _prices(runs: Sequence[Run], moments: Moments) -> Array:
+    """Of a byte: where a block changes what it keeps, if the rank holds as many micro-batches of it
+    as of its stages in the mean, or at most; of all runs but the first, as few as of any."""
+    counts = [[held.forward for held in moment] for moment in moments]
+    mean, most = max(sum(c) / len(c) for c in counts), max(map(max, counts))
+    held = [(runs[0], mean), (runs[0], most), *((run, min(map(min, counts))) for run in runs[1:])]
+    times = [np.array([p.forward_s + p.backward_s for p in run.points]) for run, _ in held]
+    sizes = [np.array([float(_bytes(p, n)) for p in run.points]) for run, n in held]
+    return np.array(indifferent_prices(times, sizes))
+
+
+def _least_working(runs: Sequence[Run]) -> float:
     """What the backward needs that follows the fullest moment, beside all that is held: that of
     the last block of some stage."""
-    return min(min(p.transient_bytes for p in runs[r].points) for r in present)
+    return min(min(p.transient_bytes for p in run.points) for run in runs)
 
 
 def _bytes(point: Point, held: Array | float) -> Array:
     return np.asarray(point.persistent_bytes + held * point.saved_bytes)
-
-
-def _times(points: Sequence[Point]) -> Array:
-    return np.array([p.forward_s + p.backward_s for p in points])

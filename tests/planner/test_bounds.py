@@ -13,6 +13,7 @@ from ir.cluster import Cluster, Mesh
 from ir.errors import Refused
 from ir.graph import Graph
 from ir.machines import Host
+from ir.schedules import Held
 from ir.variants import variants
 from planner import plan
 from planner.calibrated import cost_model
@@ -213,3 +214,12 @@ def test_room_that_a_running_block_needs_is_not_for_keeping(
     assert plan_stages(two_stages(0.0)).step_s == 4 * 4.0 + 4.0
     assert 4.1 < pace_s(two_stages(8.0)) <= plan_stages(two_stages(8.0)).step_s / 4
     assert pace_s(two_stages(43.0)) == inf
+
+
+def test_a_rank_keeps_most_where_it_holds_fewest_micro_batches() -> None:
+    """Two blocks on each rank, one on a stage of 16 micro-batches in flight and one on a stage of
+    one: 26 bytes have room for the values of the second one."""
+    points = (Point(1.0, 1.0, 10.0, 0.0, 0.0, "kept"), Point(1.0, 3.0, 1.0, 0.0, 0.0, "again"))
+    problem = StageProblem((Run("block", 4, points),), 2, 1, "1f1b", (26.0, 26.0))
+    found = [((Held(16, 0), Held(1, 0)),)] * 2
+    assert least_slowest_s(problem, found, (0.0, 0.0)) == pytest.approx(2.0 + 4.0)

@@ -22,21 +22,21 @@ What they are made of is in `planner.least_costs` and `planner.least_problem`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import ceil, inf
-from operator import add
 
 import numpy as np
 
 from ir.cluster import Cluster
 from ir.schedules import splits_backward
 from planner.interleaved_cuts import least_blocks
+from planner.leads import FirstStage, Leads, first_lines
 from planner.least_costs import LeastCosts
 from planner.least_problem import Choose, Exchange, LeastProblem
 from planner.phases import PHASES, Phase
 from planner.pins import Candidate
-from planner.rank_bound import least_slowest_s
+from planner.rank_bound import Moments, least_slowest_s
 from planner.schedule import fill_rounds
 from planner.sharding_bound import BlockBound
 from planner.stage_cuts import (
@@ -171,34 +171,54 @@ class Bounds:
         shared_s = count * sum_s / candidate.mesh.pipeline if sharing > 1 else 0.0
         return max(alone_s / sharing, shared_s)
 
-    def leads_s(self, candidate: Candidate, *, closer: bool = False) -> list[float]:
-        """Per rank of several stages, what it waits at least for ranks before it: at first for the
-        forward of their first stages, at last for the backward of those. They have blocks of the
-        first ones of the model, but the last of all is on another stage. `closer`: by shardings."""
+    def leads_s(self, candidate: Candidate) -> list[float]:
+        """Per rank of several stages, what it waits at least for ranks before it, whatever those
+        keep."""
+        return Leads(self._first(candidate, closer=False), candidate.micro_batches)(inf)
+
+    def _leads(
+        self, candidate: Candidate, choose: Choose, problem: StageProblem,
+        moments: Sequence[Moments],
+    ) -> Leads:  # fmt: skip
+        """The same by shardings and, where all ranks have the same devices, by what their memory
+        has room for. `problem`: with what ranks take once per step in their seconds."""
+        first = self._first(candidate, closer=True)
+        if not self.of_ranks:
+            alone = self._problem.of(candidate, choose=choose)
+            for rank, lines in enumerate(first_lines(alone, problem, moments)):
+                first[rank] = replace(first[rank], lines=lines)
+        return Leads(first, candidate.micro_batches)
+
+    def _first(self, candidate: Candidate, *, closer: bool) -> list[FirstStage]:
+        """Of every rank but the last. `closer`: by shardings."""
         shape = candidate.mesh.tensor, candidate.rows, candidate.mesh.pipeline, candidate.stages
         key = (*shape, closer)
         if key not in self.known_first:
             self.known_first[key] = self._first_stages(candidate, closer=closer)
         send_s = self.least.moves.least_send_s(candidate)
-        sends = (send_s * (SENDS if stage else 1) for stage in range(candidate.mesh.pipeline))
-        return [0.0, *accumulate(map(add, self.known_first[key], sends))]
+        return [
+            FirstStage(seconds, send_s * (SENDS if rank else 1))
+            for rank, seconds in enumerate(self.known_first[key])
+        ]
 
     def _first_stages(self, candidate: Candidate, *, closer: bool) -> list[float]:
-        """The least seconds of the first stage of every rank but the last."""
-        calls = len(self.work.graph.calls)
-        least = least_blocks(calls, candidate.stages, unlike=bool(self.of_ranks))
+        """The least seconds of the first stage of every rank but the last. They have blocks of the
+        first ones of the model, but the last of all is on another stage."""
+        calls, stages = len(self.work.graph.calls), candidate.stages
+        least = least_blocks(calls, stages, unlike=bool(self.of_ranks))
         ranks = self.of_ranks or (self.least,) * candidate.mesh.pipeline
         is_closer = closer and candidate.mesh.tensor > 1 and not self.of_ranks
         kinds = {id(kind): kind for kind in ranks}
         of_kinds = {
-            key: self._each_s(kind.curves(candidate) if is_closer else kind.blocks(candidate))
+            key: _in_a_row(
+                self._each_s(kind.curves(candidate) if is_closer else kind.blocks(candidate)), least
+            )
             for key, kind in kinds.items()
         }
+        ends = [1, *(calls - least * (stages - rank) + 1 for rank in range(1, len(ranks)))]
         return [
-            least * min(of_kinds[id(kind)][
-                least * q : calls - least * (candidate.stages - 1 - q)
-            ])
-            for q, kind in enumerate(ranks[:-1])
+            min(of_kinds[id(kind)][least * rank : end])
+            for rank, (kind, end) in enumerate(zip(ranks[:-1], ends, strict=False))
         ]
 
     def _each_s(self, blocks: Sequence[BlockBound]) -> list[float]:
@@ -277,8 +297,8 @@ class Bounds:
         exchange = Exchange.TOGETHER if choose == "joint" else Exchange.APART
         problem = self._problem.of(candidate, exchange, choose)
         moments = [least.moments(candidate, rank) for rank in ranks]
-        leads_s = self.leads_s(candidate, closer=True)
-        slowest_s = least_slowest_s(problem, moments, leads_s)
+        leads = self._leads(candidate, choose, problem, moments)
+        slowest_s = least_slowest_s(problem, moments, leads)
         sum_s = sum(problem.exposed_send_s(rank) for rank in ranks)
         if not self.of_ranks:
             sum_s += least.total_s(candidate)
@@ -323,6 +343,12 @@ class Bounds:
             of_kinds[id(least)] + share * problem.exposed_send_s(rank)
             for rank, least in enumerate(ranks)
         ])  # fmt: skip
+
+
+def _in_a_row(values: Sequence[float], count: int) -> list[float]:
+    """Sums of so many values that follow each other, by the first one."""
+    ends = [0.0, *accumulate(values)]
+    return [behind - before for before, behind in zip(ends, ends[count:], strict=False)]
 
 
 def _steady(candidate: Candidate) -> float:

@@ -6,17 +6,19 @@ all micro-batches with its wait. Any share of the
 blocks is allowed, in any order, with kept values in fractions. Of the longest run a rank may have
 any number, of the other blocks any set: for a limit on the seconds of every rank, the most blocks
 of the longest run that all can take are counted by dynamic programming over those sets, and the
-least limit at which they are enough is searched for.
+least limit at which they are enough is searched for. What a rank waits for depends on the limit:
+ranks that may take longer can have faster first stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ir.schedules import Held
 from planner.interleaved_cuts import least_of
@@ -26,19 +28,22 @@ from planner.stage_problem import Point, Run, StageProblem
 MOST_OTHERS = 6
 """Blocks outside the longest run; with more of them there is no bound."""
 
+SPLITS = 10
+"""How often the span of limits is halved in which what ranks wait for decides."""
+
 Moments = tuple[tuple[Held, ...], ...]
+Leads = Callable[[float], Sequence[float]]
+"""What every rank waits for at least, where no rank takes longer than a limit with its wait."""
 
 
-def least_slowest_s(
-    problem: StageProblem, moments: Sequence[Moments], leads_s: Sequence[float]
-) -> float:
+def least_slowest_s(problem: StageProblem, moments: Sequence[Moments], leads: Leads) -> float:
     """Infinity if no share fits the memory; 0 for models of too many kinds of blocks."""
     blocks = problem.block_runs
     longest = max(range(len(problem.runs)), key=lambda r: problem.runs[r].count)
     others = tuple(r for r in blocks if r != longest)
     if len(others) > MOST_OTHERS:
         return 0.0
-    return _Shares(problem, tuple(moments), tuple(leads_s), longest, others).least_slowest_s()
+    return _Shares(problem, tuple(moments), leads, longest, others).least_slowest_s()
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class _Shares:
 
     problem: StageProblem
     moments: tuple[Moments, ...]
-    leads_s: tuple[float, ...]
+    leads: Leads
     longest: int
     others: tuple[int, ...]
 
@@ -60,22 +65,43 @@ class _Shares:
         return range(2 ** len(self.others))
 
     def least_slowest_s(self) -> float:
+        """No less than if ranks waited as little as without a limit, nor more than if they waited
+        as much as with that limit; between these by bisection."""
+        low = self._least_limit_s(self.leads(inf))
+        high = self._least_limit_s(self.leads(low)) if low < inf else inf
+        if high == low:
+            return low
+        for _ in range(SPLITS):
+            middle = (low + high) / 2
+            if self._is_enough(self._with(self.leads(middle)), middle):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def _least_limit_s(self, leads_s: Sequence[float]) -> float:
         """By bisection over the seconds that some share of a rank takes in all."""
-        limits = np.unique(self.seconds[np.isfinite(self.seconds)])
-        if not len(limits) or not self._is_enough(float(limits[-1])):
+        seconds = self._with(leads_s)
+        limits = np.unique(seconds[np.isfinite(seconds)])
+        if not len(limits) or not self._is_enough(seconds, float(limits[-1])):
             return inf
         low, high = 0, len(limits) - 1
         while low < high:
             middle = (low + high) // 2
-            if self._is_enough(float(limits[middle])):
+            if self._is_enough(seconds, float(limits[middle])):
                 high = middle
             else:
                 low = middle + 1
         return float(limits[low])
 
-    def _is_enough(self, limit_s: float) -> bool:
+    def _with(self, leads_s: Sequence[float]) -> Array:
+        """[rank, set, number]: the least seconds of a rank with its wait."""
+        found: Array = self.seconds + np.array(leads_s)[:, None, None]
+        return found
+
+    def _is_enough(self, seconds: Array, limit_s: float) -> bool:
         """Whether all blocks find a place on ranks of at most so many seconds."""
-        takes = np.where(self.seconds <= limit_s, np.arange(self.count + 1), -inf).max(axis=2)
+        takes = np.where(seconds <= limit_s, np.arange(self.count + 1), -inf).max(axis=2)
         most = np.full(len(self.sets), -inf)
         most[0] = 0
         for of_rank in takes:
@@ -91,8 +117,8 @@ class _Shares:
 
     @cached_property
     def seconds(self) -> Array:
-        """[rank, set, number]: least seconds of a rank with those blocks, of all micro-batches and
-        its wait; infinity if too large."""
+        """[rank, set, number]: least seconds of a rank with those blocks, of all micro-batches;
+        infinity if too large."""
         known: dict[tuple[object, ...], Array] = {}
         problem, count = self.problem, self.problem.micro_batches
         found = np.full((len(self.moments), len(self.sets), self.count + 1), inf)
@@ -102,7 +128,7 @@ class _Shares:
                 key = (mine, problem.exposed_send_s(rank), moments, kind)
                 if key not in known:
                     known[key] = self._of_rank(rank, mine)
-                found[rank, mine] = count * known[key] + self.leads_s[rank]
+                found[rank, mine] = count * known[key]
         return found
 
     def _placed(self, rank: int) -> list[int]:
@@ -127,19 +153,19 @@ class _Shares:
         others = [bit for bit in range(len(self.others)) if mine >> bit & 1]
         here, moments = self.problem.runs_at(rank), self.moments[rank]
         runs = [here[self.longest], *(here[self.others[bit]] for bit in others)]
-        room = self.problem.capacity_bytes[rank] - _least_working(runs)
-        prices = _prices(runs, moments)
+        room = self.problem.capacity_bytes[rank] - least_working(runs)
+        prices = prices_of(runs, moments)
         most = max(held.forward for moment in moments for held in moment)
-        longest, *alone = (_Least.of(run, prices, most) for run in runs)
-        best, fits = np.zeros(self.count + 1), np.full(self.count + 1, True)
-        for moment in moments:
-            held, held_of = self._held(moment, others)
-            seconds, sizes = _sums(longest.seconds[:, held]), _sums(longest.sizes[held])
-            for other, level in zip(alone, held_of, strict=True):
-                seconds, sizes = seconds + other.seconds[:, [level]], sizes + other.sizes[level]
-            best = np.maximum(best, (seconds - room * prices[:, None]).max(axis=0))
-            fits &= sizes <= room * (1 + 1e-9)
-        best += self.problem.exposed_send_s(rank)
+        longest, *alone = (Least.of(run, prices, most) for run in runs)
+        held, held_of = zip(*(self._held(moment, others) for moment in moments), strict=True)
+        seconds, sizes = longest.along(np.array(held))  # of so many blocks at each moment
+        for place, other in enumerate(alone):
+            levels = [counts[place] for counts in held_of]
+            seconds = seconds + other.seconds[:, levels, None]
+            sizes = sizes + other.sizes[levels, None]
+        best = (seconds - room * prices[:, None, None]).max(axis=(0, 1))
+        fits = (sizes <= room * (1 + 1e-9)).all(axis=0)
+        best = np.maximum(best, 0.0) + self.problem.exposed_send_s(rank)
         is_enough = np.arange(len(best)) + len(runs) - 1 >= self._least * len(moments[0])
         return np.where(is_enough & fits, best, inf)
 
@@ -172,7 +198,7 @@ class _Shares:
 
 
 @dataclass(frozen=True)
-class _Least:
+class Least:
     """What a block takes at least. `seconds`: [price, held], with its bytes at a price, where so
     many micro-batches are held; `sizes`: [held], in bytes alone."""
 
@@ -180,24 +206,24 @@ class _Least:
     sizes: Array
 
     @staticmethod
-    def of(run: Run, prices: Array, most_held: int) -> _Least:
+    def of(run: Run, prices: Array, most_held: int) -> Least:
         """Of a block of a run, from no micro-batch to `most_held`."""
         held = np.arange(1.0 + most_held)
         times = np.array([p.forward_s + p.backward_s for p in run.points])
         sizes = np.stack([_bytes(p, held) for p in run.points])
-        seconds = [
-            np.maximum((times[:, None] + price * sizes).min(axis=0), joint_s(run, price, held))
-            for price in prices
-        ]
-        return _Least(np.stack(seconds), sizes.min(axis=0))
+        seconds = (times[:, None] + prices[:, None, None] * sizes).min(axis=1)
+        joint = joint_s(run, prices[:, None], held)
+        return Least(np.maximum(seconds, joint), sizes.min(axis=0))
+
+    def along(self, held: NDArray[np.int64]) -> tuple[Array, Array]:
+        """Both, of no block, of the first one, of the first two and so on; `held`: [..., block]."""
+        before = np.zeros_like(self.seconds[:, held[..., :1]])
+        seconds = np.concatenate([before, np.cumsum(self.seconds[:, held], axis=-1)], axis=-1)
+        sizes = np.concatenate([before[0], np.cumsum(self.sizes[held], axis=-1)], axis=-1)
+        return seconds, sizes
 
 
-def _sums(of_blocks: Array) -> Array:
-    """Of no block, of the first one, of the first two and so on; along the last axis."""
-    return np.cumsum(np.pad(of_blocks, [(0, 0)] * (of_blocks.ndim - 1) + [(1, 0)]), axis=-1)
-
-
-def _prices(runs: Sequence[Run], moments: Moments) -> Array:
+def prices_of(runs: Sequence[Run], moments: Moments) -> Array:
     """Of a byte: where a block changes what it keeps, if the rank holds as many micro-batches of it
     as of its stages in the mean, or at most; of all runs but the first, as few as of any."""
     counts = [[held.forward for held in moment] for moment in moments]
@@ -208,7 +234,7 @@ def _prices(runs: Sequence[Run], moments: Moments) -> Array:
     return np.array(indifferent_prices(times, sizes))
 
 
-def _least_working(runs: Sequence[Run]) -> float:
+def least_working(runs: Sequence[Run]) -> float:
     """What the backward needs that follows the fullest moment, beside all that is held: that of
     the last block of some stage."""
     return min(min(p.transient_bytes for p in run.points) for run in runs)

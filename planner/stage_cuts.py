@@ -171,14 +171,16 @@ def _relaxed_moment(problem: StageProblem, stage: int, held: Held) -> Array:
     return np.where(fits, bound, np.inf)
 
 
-def joint_s(run: Run, price: float, held: Array | float, pending: float = 0.0) -> Array:
+def joint_s(
+    run: Run, price: Array | float, held: Array | float, pending: float = 0.0
+) -> Array:
     """What a block costs at least where a byte has such a price and a rank holds so many
     micro-batches, by the run's `joint`; 0 where nothing is known. The least is concave in prices:
     between two it is no less than on the line through both."""
     joint = run.joint
     if joint is None:
         return np.zeros(1)
-    kept = price * np.atleast_1d(held)
+    kept = np.asarray(price * np.atleast_1d(held))
     least_s: Array = np.interp(kept, joint.prices, joint.least_s)
     always = min(p.persistent_bytes for p in run.points)
     waiting = min(p.pending_bytes for p in run.points)

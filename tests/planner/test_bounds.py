@@ -199,10 +199,14 @@ def pace_by_cuts(problem: StageProblem) -> float:
     return float(max(seconds[0, 0, 2], seconds[1, 2, 4]))
 
 
+def no_wait(limit_s: float) -> tuple[float, ...]:
+    return (0.0, 0.0)
+
+
 def pace_by_shares(problem: StageProblem) -> float:
     """Of the slower rank, in any share."""
     found = [moments("1f1b", rank, 2, 4) for rank in range(2)]
-    return least_slowest_s(problem, found, (0.0, 0.0)) / problem.micro_batches
+    return least_slowest_s(problem, found, no_wait) / problem.micro_batches
 
 
 @pytest.mark.parametrize("pace_s", [pace_by_cuts, pace_by_shares])
@@ -222,4 +226,4 @@ def test_a_rank_keeps_most_where_it_holds_fewest_micro_batches() -> None:
     points = (Point(1.0, 1.0, 10.0, 0.0, 0.0, "kept"), Point(1.0, 3.0, 1.0, 0.0, 0.0, "again"))
     problem = StageProblem((Run("block", 4, points),), 2, 1, "1f1b", (26.0, 26.0))
     found = [((Held(16, 0), Held(1, 0)),)] * 2
-    assert least_slowest_s(problem, found, (0.0, 0.0)) == pytest.approx(2.0 + 4.0)
+    assert least_slowest_s(problem, found, no_wait) == pytest.approx(2.0 + 4.0)

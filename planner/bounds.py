@@ -33,6 +33,7 @@ from ir.schedules import splits_backward
 from planner.interleaved_cuts import least_blocks
 from planner.leads import FirstStage, Leads, first_lines
 from planner.least_costs import LeastCosts
+from planner.least_halves import LeastHalves
 from planner.least_problem import Choose, Exchange, LeastProblem
 from planner.phases import PHASES, Phase
 from planner.pins import Candidate
@@ -316,6 +317,10 @@ class Bounds:
         if pace_s == inf:
             return inf
         prompt, forward = (self._part_s(candidate, problem, p) for p in (PROMPT, FORWARD))
+        if not self.of_ranks:
+            found = dict(enumerate(self.least.part_s(candidate, PROMPT)))
+            least_s = relaxed_seconds(LeastHalves(self.least).prompt(candidate, problem, found))
+            prompt = np.maximum(prompt, np.where(np.isfinite(least_s), least_s, 0.0))
         step_s = least_split_s(seconds, prompt, forward, candidate.micro_batches) / sharing + tail_s
         if self.of_ranks:
             return step_s

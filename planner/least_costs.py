@@ -21,17 +21,13 @@ from ir.ops import op_def
 from ir.recompute import state_inputs
 from ir.schedules import Held
 from planner.frontier import Frontier, frontier
-from planner.halves import least_pending_bytes
 from planner.least_moves import LeastMoves
 from planner.least_state import LeastState
 from planner.offload import Hosting
 from planner.phases import PHASES, Phase, node_phases
 from planner.pieces import Pieces
 from planner.pins import Candidate
-from planner.price import (
-    NodeTimes,
-    Seconds,
-)
+from planner.price import NodeTimes, Seconds
 from planner.rank_costs import CostOf
 from planner.recompute_program import KeptProgram
 from planner.schedule import moments
@@ -45,12 +41,16 @@ from planner.sharding_bound import (
     Rules,
     block_bound,
 )
+from planner.storage import Storage
 from planner.whole_values import WholeValues
 from planner.workload import Workload, touched_bytes
 
 KEPT_PRICES = 16
 """Lines of the curve of what a block keeps."""
 Kept: TypeAlias = "list[tuple[int, list[tuple[float, float]]]]"
+KeptParts: TypeAlias = (
+    "tuple[Lowered, Storage, NodeTimes, frozenset[str], set[str], Hosting | None]"
+)
 
 
 @dataclass
@@ -80,7 +80,8 @@ class LeastCosts:
     known_frontiers: dict[tuple[int, bool], tuple[Frontier, ...]] = field(default_factory=dict)
     known_joint: dict[tuple[Any, ...], float] = field(default_factory=dict)
     known_whole: dict[tuple[int, int, int, bool], WholeValues] = field(default_factory=dict)
-    known_left: dict[tuple[str, int], int] = field(default_factory=dict)
+    known_left: dict[tuple[int, int], int] = field(default_factory=dict)
+    known_halves: dict[tuple[int, int, bool, bool], Frontier] = field(default_factory=dict)
 
     @cached_property
     def state(self) -> LeastState:
@@ -146,13 +147,13 @@ class LeastCosts:
         if key not in self.known_kept:
             rows: Kept = []
             for number, curve in enumerate(self._frontiers(candidate.rows, hosts=hosts)):
-                again = self._again_part(candidate, number)
+                again = self.again_part(candidate, number)
                 corners = [(seconds * again, size / tensor) for seconds, size in curve.corners]
                 rows.append((len(self.work.kinds[number].calls), corners))
             self.known_kept[key] = rows
         return self.known_kept[key]
 
-    def _again_part(self, candidate: Candidate, number: int) -> float:
+    def again_part(self, candidate: Candidate, number: int) -> float:
         """Of one device's seconds of running again, and of copies, which are even."""
         evenness = self._evenness(candidate, number)
         hosts = offloads_activations(candidate.offload)
@@ -162,8 +163,8 @@ class LeastCosts:
         """What a variant keeps on one device, and which part of its seconds a device of the mesh
         takes at least."""
         hosts, found = offloads_activations(candidate.offload), self.pieces_of(candidate.rows)
-        program = self._kept_program(found, number, hosts=hosts)
-        return program, self._again_part(candidate, number)
+        program = KeptProgram(*self.kept_parts(found, number, hosts=hosts))
+        return program, self.again_part(candidate, number)
 
     def binding_prices(self, candidate: Candidate) -> list[float]:
         """Of a kept byte, rising: those that make room for what all ranks keep, and for what the
@@ -293,22 +294,6 @@ class LeastCosts:
         known_s = self._totals(candidate).exactly(WITH_EARLY)
         return max(0.0, whole_s - known_s)
 
-    def pending_bytes(self, candidate: Candidate) -> list[float]:
-        """Per variant what the first half of a backward leaves for the second, at least: gradients
-        that no other block has, cut evenly over the tensor axis."""
-        found = self.pieces_of(candidate.rows)
-        return [
-            self._left_bytes(found, number) / candidate.mesh.tensor
-            for number in range(len(self.work.kinds))
-        ]
-
-    def _left_bytes(self, found: Pieces, number: int) -> int:
-        key = (found.lowered[number].block.name, id(found))
-        if key not in self.known_left:
-            parts = found.lowered[number], found.storages[number], self._always(found, number)
-            self.known_left[key] = least_pending_bytes(*parts)
-        return self.known_left[key]
-
     def blocks(self, candidate: Candidate) -> list[BlockBound]:
         """Per variant a call with every node by its fastest strategy."""
         return [self._block(candidate, number, None) for number in range(len(self.work.kinds))]
@@ -347,24 +332,25 @@ class LeastCosts:
         if (rows, hosts) not in self.known_frontiers:
             found = self.pieces_of(rows)
             self.known_frontiers[rows, hosts] = tuple(
-                frontier(self._kept_program(found, n, hosts=hosts), KEPT_PRICES)
+                frontier(KeptProgram(*self.kept_parts(found, n, hosts=hosts)), KEPT_PRICES)
                 for n in range(len(self.work.kinds))
             )
         return self.known_frontiers[rows, hosts]
 
-    def _kept_program(self, found: Pieces, number: int, *, hosts: bool) -> KeptProgram:
-        """Inputs that several calls share are kept once, so they weigh nothing here."""
+    def kept_parts(self, found: Pieces, number: int, *, hosts: bool) -> KeptParts:
+        """What a `KeptProgram` is made of. Inputs that several calls share are kept once, so they
+        weigh nothing here."""
         graph, kind = self.work.graph, self.work.kinds[number]
         arguments = graph.calls[kind.calls[0]].arguments
         lowered = found.lowered[number]
-        always = self._always(found, number)
+        always = self.always(found, number)
         values = dict(zip(kind.block.inputs, arguments, strict=True))
         shared = {name for name, value in values.items() if self.work.uses[value] > 1}
         times = self._least_times(found, number)
         hosting = Hosting(self.cluster, staying_inputs(graph, kind)) if hosts else None
-        return KeptProgram(lowered, found.storages[number], times, always, shared, hosting)
+        return lowered, found.storages[number], times, always, shared, hosting
 
-    def _always(self, found: Pieces, number: int) -> frozenset[str]:
+    def always(self, found: Pieces, number: int) -> frozenset[str]:
         """The inputs of a variant that are state."""
         graph = self.work.graph
         arguments = graph.calls[self.work.kinds[number].calls[0]].arguments

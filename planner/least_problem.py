@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 from ir.schedules import Held, splits_backward
 from planner.cost import CostModel
 from planner.least_costs import LeastCosts
+from planner.least_halves import LeastHalves
 from planner.least_joint import LeastJoint
 from planner.pins import Candidate
 from planner.price import StateCost
@@ -98,14 +99,19 @@ class LeastProblem:
                 if exchange is Exchange.APART:
                     added_s += moved_s / count / micro_batches
             shardings = self._shardings(candidate, blocks[variant], state, count)
-            points = self._points(candidate, variant, added_s, shardings)
+            _, kept = least.kept(candidate)[variant]
+            points = self._points(candidate, variant, added_s, shardings, kept)
+            late: tuple[Point, ...] = ()
+            if splits_backward(candidate.schedule):
+                corners = LeastHalves(least).late(candidate, variant)
+                late = self._points(candidate, variant, added_s, shardings, corners)
             ends = sync_s / count, state.update_s / count
             together = None
             if is_joint and len(least.work.kinds[variant].calls) > 1:
                 divided_bytes = least.state.divided_bytes(candidate, state) / count
                 found, rules = LeastJoint(least), least.rules(candidate, *each)
                 together = found.of(candidate, variant, rules, added_s, divided_bytes)
-            runs.append(Run(str(variant), count, points, *ends, together))
+            runs.append(Run(str(variant), count, points, *ends, together, late))
         return tuple(runs)
 
     def _blocks(
@@ -147,16 +153,15 @@ class LeastProblem:
 
     def _points(
         self, candidate: Candidate, variant: int, added_s: float,
-        shardings: Sequence[tuple[float, float]],
+        shardings: Sequence[tuple[float, float]], kept: Sequence[tuple[float, float]],
     ) -> tuple[Point, ...]:  # fmt: skip
         """Every sharding of the variant with every corner of what it keeps. A block that runs
         backward can free no more than the values that it kept."""
         least = self.least
-        _, kept = least.kept(candidate)[variant]
         working_bytes = least.working_bytes(candidate)[variant]
         value_bytes = kept[0][1] - least.inner_bytes(candidate)[variant]
         splits = splits_backward(candidate.schedule)
-        pending = least.pending_bytes(candidate)[variant] if splits else 0.0
+        pending = LeastHalves(least).pending_bytes(candidate)[variant] if splits else 0.0
         return tuple(
             Point(
                 base_s + added_s, again_s, size, held,

@@ -33,11 +33,13 @@ from planner.storage import Storage
 
 class KeptProgram:
     """Rows (1) to (3) of a block. `always`: inputs that are there anyway; `unweighed`: inputs whose
-    bytes do not count; `hosting`: the host, if values may lie there."""
+    bytes do not count; `hosting`: the host, if values may lie there; `reads`: what backward reads,
+    where only a part of it counts."""
 
     def __init__(
         self, lowered: Lowered, storage: Storage, times: NodeTimes, always: frozenset[str],
         unweighed: Collection[str] = (), hosting: Hosting | None = None,
+        reads: Collection[str] | None = None,
     ) -> None:  # fmt: skip
         self.lowered, self.storage, self.times = lowered, storage, times
         self.always, self.unweighed = always, frozenset(unweighed)
@@ -50,7 +52,7 @@ class KeptProgram:
         self.host: dict[str, Variable] = {}
         self.hosting = hosting
         self.solved: dict[float, Solution] = {}
-        for name in lowered.saved:
+        for name in lowered.saved if reads is None else reads:
             self._constrain_present(name, [], 1.0)  # (1)
         for node in nodes:
             for name in node.inputs:

@@ -154,8 +154,9 @@ def _relaxed_stage(problem: StageProblem, stage: int) -> Array:
 def _relaxed_moment(problem: StageProblem, stage: int, held: Held) -> Array:
     runs = problem.runs_at(stage)
     capacity_bytes = problem.capacity_bytes[stage]
-    times = [np.array([p.forward_s + p.backward_s for p in run.points]) for run in runs]
-    bytes_of = [[p.persistent_bytes + moment_bytes(held, p) for p in run.points] for run in runs]
+    points = [run.points_at(held) for run in runs]
+    times = [np.array([p.forward_s + p.backward_s for p in of_run]) for of_run in points]
+    bytes_of = [[p.persistent_bytes + moment_bytes(held, p) for p in of_run] for of_run in points]
     sizes = [np.array(run) / capacity_bytes for run in bytes_of]
     working = _working_bytes(problem, runs) if held.forward else 0.0
     room = 1.0 - (working + copies_bytes(problem)) / capacity_bytes
@@ -189,11 +190,14 @@ def joint_s(
 
 def _working_bytes(problem: StageProblem, runs: Sequence[Run]) -> Array:
     """[a, b]: what a backward of blocks a..b-1 needs beside all that is held, at least: the last
-    block comes first, and the others when those behind them hold nothing any more."""
+    block comes first, and the others when those behind them hold no more than what is pending."""
     least = [min(p.transient_bytes for p in run.points) for run in runs]
-    saved = np.asarray([max(p.saved_bytes for p in run.points) for run in runs])
+    freed = np.asarray([
+        max(p.saved_bytes for p in run.points) - min(p.pending_bytes for p in run.points)
+        for run in runs
+    ])  # fmt: skip
     blocks = np.asarray(problem.block_runs)
-    behind = np.concatenate([[0.0], np.cumsum(saved[blocks])])
+    behind = np.concatenate([[0.0], np.cumsum(freed[blocks])])
     out = np.zeros((len(blocks) + 1,) * 2)
     for b in range(1, len(blocks) + 1):
         alone = np.asarray(least)[blocks[:b]] - (behind[b] - behind[1 : b + 1])

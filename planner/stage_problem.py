@@ -50,7 +50,9 @@ class Joint:
 @dataclass(frozen=True, slots=True)
 class Run:
     """`count` identical blocks in a row. `sync_s` (exposed gradient exchange) and `optimizer_s`
-    are seconds per block, once per step. `joint` is for bounds alone."""
+    are seconds per block, once per step. For bounds alone: `joint`, and `late`, points whose saved
+    bytes are with the forward values that lie between the halves of a split backward, of one
+    micro-batch each; pending bytes are of gradients."""
 
     name: str
     count: int
@@ -58,6 +60,12 @@ class Run:
     sync_s: float = 0.0
     optimizer_s: float = 0.0
     joint: Joint | None = None
+    late: tuple[Point, ...] = ()
+
+    def points_at(self, held: Held) -> tuple[Point, ...]:
+        """Those for a moment: `late`, of as many micro-batches between the halves as there are
+        kept whole, where there are no fewer."""
+        return self.late if self.late and held.weight >= held.forward > 0 else self.points
 
 
 def fastest_s(runs: Sequence[Run]) -> tuple[float, ...]:

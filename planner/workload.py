@@ -46,12 +46,19 @@ class Workload:
 
 def touched_bytes(kind: Variant, node: Node) -> tuple[int, int]:
     """Of what a node makes, and the largest that it reads, if they have rows of the batch: (bytes,
-    bytes per row)."""
+    bytes per row). Of a view no more than what it views."""
     types = kind.block.types
-    views = {o for n in kind.block.nodes if op_def(n.op).kind == "view" for o in n.outputs}
-    made = [n for n in node.outputs if n in types and n not in views]
-    whole = [n for n in node.inputs if n not in views]
-    read = max(whole, key=lambda n: types[n].bytes(2), default=None)
-    pairs = [(types[n].bytes(1), types[n].bytes(2)) for n in (*made, read) if n is not None]
+    views: dict[str, tuple[str, ...]] = {}
+    for n in kind.block.nodes:
+        if op_def(n.op).kind == "view":
+            views |= dict.fromkeys(n.outputs, n.inputs)
+
+    def sizes(name: str) -> tuple[int, int]:
+        found = types[name].bytes(1), types[name].bytes(2)
+        return min([found, *map(sizes, views.get(name, ()))], key=lambda pair: pair[1])
+
+    made = [sizes(n) for n in node.outputs if n in types and n not in views]
+    read = max(map(sizes, node.inputs), key=lambda pair: pair[1], default=None)
+    pairs = [pair for pair in (*made, read) if pair is not None]
     rowed = [(one, two - one) for one, two in pairs if two > one]
     return sum(one - each for one, each in rowed), sum(each for _, each in rowed)

@@ -37,11 +37,17 @@ class Workload:
 
     @cached_property
     def early(self) -> tuple[set[str], ...]:
-        """Per variant the values that exist before the first micro-batch, if there are several."""
-        return tuple(
-            early_values(kind.block, set(early_inputs(self.graph, self.flow, kind)))
-            for kind in self.kinds
-        )
+        """Per variant the values that are made, and moved, before the first of several
+        micro-batches: what its prologue completes, and all that this takes."""
+        return tuple(self._early(kind) for kind in self.kinds)
+
+    def _early(self, kind: Variant) -> set[str]:
+        known = early_values(kind.block, set(early_inputs(self.graph, self.flow, kind)))
+        found = {name for _, name, _ in kind.spread.gathers(kind.block)} & known
+        for node in reversed(kind.block.forward):
+            if found.intersection(node.outputs):
+                found.update(node.inputs)
+        return found
 
 
 def touched_bytes(kind: Variant, node: Node) -> tuple[int, int]:

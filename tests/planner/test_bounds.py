@@ -227,3 +227,16 @@ def test_a_rank_keeps_most_where_it_holds_fewest_micro_batches() -> None:
     problem = StageProblem((Run("block", 4, points),), 2, 1, "1f1b", (26.0, 26.0))
     found = [((Held(16, 0), Held(1, 0)),)] * 2
     assert least_slowest_s(problem, found, no_wait) == pytest.approx(2.0 + 4.0)
+
+
+def test_only_what_a_prologue_takes_is_made_once() -> None:
+    """Of the head the number of labels that count, of which every data rank has a part; but not its
+    weights, which each micro-batch would gather."""
+    work = search(chain(depth=1), Cluster.local(4), 8).work
+    block, call = work.kinds[-1].block, work.graph.calls[-1]
+    state = {item.name for item in work.graph.state}
+    pairs = zip(block.inputs, call.arguments, strict=True)
+    early = work.early[-1]
+    assert early & {name for node in block.forward for name in node.outputs}
+    assert not early & {name for name, value in pairs if value in state}
+    assert not work.early[1]

@@ -51,7 +51,7 @@ class LeastProblem:
         mesh, cost = candidate.mesh, self.least.cost_of(candidate.mesh)
         if not self.has_exchange(candidate):
             exchange = Exchange.LEFT_OUT
-        virtual = candidate.virtual_stages
+        virtual, tied = candidate.virtual_stages, self.least.state.tied(candidate)
         capacity_bytes = (float(cost.capacity_bytes),) * mesh.pipeline
         unlike: tuple[tuple[Run, ...], ...] = ()
         if self.of_ranks:
@@ -71,7 +71,18 @@ class LeastProblem:
             held=tuple(self._held(candidate, rank) for rank in range(mesh.pipeline)),
             unlike=unlike,
             round_s=(virtual - 1) * self.least.moves.send_s(candidate, cost),
+            tied=tuple((i, j, state.held_bytes) for i, j, state in tied),
+            tied_s=tuple((i, j, self._copy_s(candidate, state, exchange)) for i, j, state in tied),
         )  # fmt: skip
+
+    def _copy_s(self, candidate: Candidate, state: StateCost, exchange: Exchange) -> float:
+        """What a copy of state takes per micro-batch; with its exchange, unless that is left out:
+        the rank that takes longest has its own."""
+        added_s = self.added_s(candidate, self.least.cost_of(candidate.mesh), state)
+        if exchange is Exchange.LEFT_OUT:
+            return added_s
+        exchange_s = self.least.state.exchange_s(candidate)
+        return added_s + exchange_s * state.summed_bytes / candidate.micro_batches
 
     def has_exchange(self, candidate: Candidate) -> bool:
         """Whether what the axes do once per step can be told apart and depends on shardings."""

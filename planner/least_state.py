@@ -86,6 +86,18 @@ class LeastState:
             found.append((variant, len(calls), StateCost.total(mine)))
         return found
 
+    def tied(self, candidate: Candidate) -> list[tuple[int, int, StateCost]]:
+        """(run i, run j, the state that j reads and i uses first), as places in `runs`."""
+        graph, states, found, end = self.work.graph, self.each(candidate), [], 0
+        first: dict[str, int] = {}
+        for run, (_, count, _) in enumerate(self.runs(candidate)):
+            calls, end = graph.calls[end : end + count], end + count
+            names = [v for v in dict.fromkeys(v for c in calls for v in c.arguments) if v in states]
+            for owner in sorted({first.setdefault(name, run) for name in names} - {run}):
+                mine = [states[name] for name in names if first[name] == owner]
+                found.append((owner, run, StateCost.total(mine)))
+        return found
+
     def whole_parts(self, candidate: Candidate) -> tuple[float, float]:
         """What ZeRO, the optimizer and the host leave undivided: of the `HELD_TENSORS` that the
         curve of a block counts for a parameter and AdamW's state, and of gradients."""

@@ -12,7 +12,7 @@ ranks that may take longer can have faster first stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -153,7 +153,9 @@ class _Shares:
         others = [bit for bit in range(len(self.others)) if mine >> bit & 1]
         here, moments = self.problem.runs_at(rank), self.moments[rank]
         runs = [here[self.longest], *(here[self.others[bit]] for bit in others)]
+        present = {self.longest, *(self.others[bit] for bit in others)}
         room = self.problem.capacity_bytes[rank] - least_working(runs)
+        room -= _of_copies(self.problem.tied, present)
         prices = prices_of(runs, moments)
         most = max(held.forward for moment in moments for held in moment)
         longest, *alone = (Least.of(run, prices, most) for run in runs)
@@ -166,6 +168,7 @@ class _Shares:
         best = (seconds - room * prices[:, None, None]).max(axis=(0, 1))
         fits = (sizes <= room * (1 + 1e-9)).all(axis=0)
         best = np.maximum(best, 0.0) + self.problem.exposed_send_s(rank)
+        best += _of_copies(self.problem.tied_s, present)
         is_enough = np.arange(len(best)) + len(runs) - 1 >= self._least * len(moments[0])
         return np.where(is_enough & fits, best, inf)
 
@@ -221,6 +224,11 @@ class Least:
         seconds = np.concatenate([before, np.cumsum(self.seconds[:, held], axis=-1)], axis=-1)
         sizes = np.concatenate([before[0], np.cumsum(self.sizes[held], axis=-1)], axis=-1)
         return seconds, sizes
+
+
+def _of_copies(tied: Sequence[tuple[int, int, float]], present: Collection[int]) -> float:
+    """Of the copies of tied state on a rank with these runs."""
+    return sum(size for i, j, size in tied if j in present and i not in present)
 
 
 def prices_of(runs: Sequence[Run], moments: Moments) -> Array:

@@ -121,8 +121,12 @@ def tail_seconds(problem: StageProblem) -> Array:
 
 def copies_bytes(problem: StageProblem) -> Array:
     """[blocks + 1, blocks + 1]: tied state that a stage of blocks a..b-1 must hold a copy of."""
+    return _of_copies(problem, problem.tied)
+
+
+def _of_copies(problem: StageProblem, tied: Sequence[tuple[int, int, float]]) -> Array:
     out = np.zeros((len(problem.block_runs) + 1,) * 2)
-    for i, j, size in problem.tied:
+    for i, j, size in tied:
         has_i, has_j = (sums(problem, np.eye(len(problem.runs))[r]) > 0 for r in (i, j))
         out += size * (has_j & ~has_i)
     return out
@@ -148,7 +152,7 @@ def _relaxed_stage(problem: StageProblem, stage: int) -> Array:
     """At each of its fullest moments."""
     bounds = [_relaxed_moment(problem, stage, held) for held in problem.held_at(stage)]
     bound: Array = np.maximum.reduce(bounds)
-    return bound + problem.sends_s(stage)
+    return bound + problem.sends_s(stage) + _of_copies(problem, problem.tied_s)
 
 
 def _relaxed_moment(problem: StageProblem, stage: int, held: Held) -> Array:

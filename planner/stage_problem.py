@@ -86,7 +86,8 @@ class StageProblem:
     `capacity_bytes`: per stage, what a plan may fill. `send_s`: per boundary of two stages, the
     seconds of a micro-batch's send that are not hidden, there and back; both sides spend them.
     `tied`: (run i, run j, bytes): state of run i that run j reads too; a stage with blocks of j
-    but none of i holds a copy of those bytes. `held`: per stage, what it holds at the moments at
+    but none of i holds a copy of those bytes; `tied_s`: the same with what such a copy takes per
+    micro-batch at least, for bounds alone. `held`: per stage, what it holds at the moments at
     which no other one is worse; left out, as many whole micro-batches as the schedule has there.
     `moments`: per rank of several stages, what all of them hold at such moments of the rank.
     `unlike`: per stage the same runs with the points and seconds of its device, where stages lie on
@@ -107,6 +108,7 @@ class StageProblem:
     unlike: tuple[tuple[Run, ...], ...] = ()
     round_s: float = 0.0
     moved_s: tuple[NDArray[np.float64], ...] = ()
+    tied_s: tuple[tuple[int, int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:

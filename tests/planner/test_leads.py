@@ -13,6 +13,7 @@ from planner.interleaved_cuts import least_of
 from planner.leads import FirstStage, Leads, first_lines
 from planner.rank_bound import Moments, least_slowest_s
 from planner.schedule import moments
+from planner.stage_cuts import relaxed_seconds
 from planner.stage_problem import Point, Run, StageProblem
 
 
@@ -90,3 +91,23 @@ def test_the_first_stage_of_a_rank_is_fast_if_its_others_may_be_slow() -> None:
     stage = FirstStage(2.0, lines=lines)
     assert stage.seconds(inf, 2) == 2.0 == pytest.approx(stage.seconds(2 * 6.0, 2))
     assert stage.seconds(2 * 5.9, 2) > 2.0
+
+
+def test_a_rank_with_the_head_holds_a_copy_of_a_tied_embedding() -> None:
+    """The last rank has no room for keeping its blocks' values beside it, and adds up its gradient;
+    the first rank of two has the embedding itself."""
+    points = (Point(1.0, 1.0, 10.0, 0.0, 0.0, "kept"), Point(1.0, 3.0, 1.0, 0.0, 0.0, "again"))
+    ends = (Point(0.5, 0.5, 0.0, 0.0, 0.0),)
+    runs = (Run("embedding", 1, ends), Run("block", 4, points), Run("head", 1, ends))
+    problem = StageProblem(runs, 2, 1, "1f1b", (20.0, 20.0))
+    held = [((Held(1, 0), Held(1, 0)),)] * 2
+
+    def least_s(tied_bytes: float, tied_s: float) -> float:
+        tied = replace(problem, tied=((0, 2, tied_bytes),), tied_s=((0, 2, tied_s),))
+        found = least_slowest_s(tied, held, lambda limit_s: (0.0, 0.0))
+        assert float(relaxed_seconds(tied)[1, 3, 6]) == pytest.approx(found)
+        return found
+
+    assert least_s(0.0, 0.0) == 5.0
+    assert least_s(0.0, 0.25) == 5.25
+    assert least_s(9.0, 0.25) == pytest.approx(7.25)

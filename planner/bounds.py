@@ -292,8 +292,8 @@ class Bounds:
         return inf if cuts is None else float(cuts.cost_s) / sharing
 
     def _shares_s(self, candidate: Candidate, choose: Choose) -> float:
-        """By the best share of the blocks for ranks of several stages. The exchange of gradients of
-        repeated blocks is in their seconds: the slowest rank has its own."""
+        """By the best share of the blocks for ranks of several stages. What is done once per step
+        is in the seconds of blocks, if it can be told apart: the slowest rank has its own."""
         least, ranks = self.least, range(candidate.mesh.pipeline)
         exchange = Exchange.TOGETHER if choose == "joint" else Exchange.APART
         problem = self._problem.of(candidate, exchange, choose)

@@ -28,8 +28,9 @@ keep cost together; each closer and slower to find."""
 
 
 class Exchange(Enum):
-    """What the tensor and data axes do once per step with the gradients of blocks that repeat: left
-    out, or in the seconds of these, as if parameters were cut evenly or by one sharding for all."""
+    """What is done once per step: left out, or in the seconds of blocks; what the tensor and data
+    axes do with the gradients of blocks that repeat as if parameters were cut evenly, or by one
+    sharding for all."""
 
     LEFT_OUT = auto()
     APART = auto()
@@ -109,6 +110,9 @@ class LeastProblem:
                 sync_s = max(0.0, sync_s - moved_s)
                 if exchange is Exchange.APART:
                     added_s += moved_s / count / micro_batches
+            ends = sync_s / count, state.update_s / count
+            if exchange is not Exchange.LEFT_OUT:
+                added_s, ends = added_s + sum(ends) / micro_batches, (0.0, 0.0)
             shardings = self._shardings(candidate, blocks[variant], state, count)
             _, kept = least.kept(candidate)[variant]
             points = self._points(candidate, variant, added_s, shardings, kept)
@@ -116,7 +120,6 @@ class LeastProblem:
             if splits_backward(candidate.schedule):
                 corners = LeastHalves(least).late(candidate, variant)
                 late = self._points(candidate, variant, added_s, shardings, corners)
-            ends = sync_s / count, state.update_s / count
             together = None
             if is_joint and len(least.work.kinds[variant].calls) > 1:
                 divided_bytes = least.state.divided_bytes(candidate, state) / count

@@ -182,9 +182,10 @@ class Bounds:
         moments: Sequence[Moments],
     ) -> Leads:  # fmt: skip
         """The same by shardings and, where all ranks have the same devices, by what their memory
-        has room for. `problem`: with what ranks take once per step in their seconds."""
+        has room for, at the closest level alone. `problem`: with what ranks take once per step in
+        their seconds."""
         first = self._first(candidate, closer=True)
-        if not self.of_ranks:
+        if not self.of_ranks and (choose == "joint" or candidate.mesh.tensor == 1):
             alone = self._problem.of(candidate, choose=choose)
             for rank, lines in enumerate(first_lines(alone, problem, moments)):
                 first[rank] = replace(first[rank], lines=lines)

@@ -76,13 +76,20 @@ def first_lines(
         return []
     least = least_of(problem, len(moments) * len(moments[0][0]))
     once_s = problem.runs[longest].sync_s - whole.runs[longest].sync_s
+    prices = prices_of([problem.runs[longest]], moments[0])
+    most = max(held.forward for moment in moments[0] for held in moment)
+    tables = [
+        Least.of(problem.runs[longest], prices * part, most).seconds
+        for part in (1.0, *(share / (1 + share) for share in SHARES))
+    ]
     known: dict[tuple[object, ...], Array] = {}
     found = []
     for rank, of_rank in enumerate(moments[:-1]):
         has_first = bool(before) and rank == 0
         key = (has_first, of_rank, problem.exposed_send_s(rank))
         if key not in known:
-            known[key] = _Rank(problem, rank, of_rank, longest, least, has_first, once_s).lines()
+            here = _Rank(problem, rank, of_rank, longest, least, has_first, once_s)
+            known[key] = here.lines(prices, tables)
         found.append(known[key])
     return found
 
@@ -100,22 +107,22 @@ class _Rank:
     has_first: bool
     once_s: float
 
-    def lines(self) -> Array:
-        """[m, 3]: see `FirstStage`."""
+    def lines(self, prices: Array, tables: Sequence[Array]) -> Array:
+        """[m, 3]: see `FirstStage`. `tables`: [price, held], the least of a block at the prices,
+        and at their parts that count for the first stage, by m."""
         run, first = self.problem.runs[self.longest], self.problem.runs[0]
         room = self.problem.capacity_bytes[self.rank] - least_working(
             [run, first] if self.has_first else [run]
         )
-        prices = prices_of([run], self.moments)
         held = np.array([[stage.forward for stage in moment] for moment in self.moments])
-        rest = self.least * Least.of(run, prices, held.max()).seconds[:, held[:, 1:]].sum(axis=-1)
+        rest = self.least * tables[0][:, held[:, 1:]].sum(axis=-1)
         rest += self.problem.exposed_send_s(self.rank) - prices[:, None] * room
         alone_s = min(p.forward_s + p.backward_s for p in first.points) * self.has_first
         blocks = self.least - self.has_first
         once_s = (self.least * held.shape[1] - self.has_first) * self.once_s
         lines = []
-        for share in SHARES:
-            mine = Least.of(run, prices * share / (1 + share), held.max()).seconds[:, held[:, 0]]
+        for share, table in zip(SHARES, tables[1:], strict=True):
+            mine = table[:, held[:, 0]]
             least_s = ((1 + share) * (blocks * mine + alone_s) + share * rest).max()
             lines.append((least_s, share, once_s))
         return np.array(lines)

@@ -21,7 +21,7 @@ from math import inf
 import numpy as np
 
 from planner.interleaved_cuts import least_of
-from planner.rank_bound import Least, Moments, least_working, prices_of
+from planner.rank_bound import Least, Moments, least_working, prices_of, some
 from planner.stage_cuts import Array
 from planner.stage_problem import StageProblem
 
@@ -114,7 +114,7 @@ class _Rank:
         room = self.problem.capacity_bytes[self.rank] - least_working(
             [run, first] if self.has_first else [run]
         )
-        held = np.array([[stage.forward for stage in moment] for moment in self.moments])
+        held = np.array([[stage.forward for stage in moment] for moment in some(self.moments)])
         rest = self.least * tables[0][:, held[:, 1:]].sum(axis=-1)
         rest += self.problem.exposed_send_s(self.rank) - prices[:, None] * room
         alone_s = min(p.forward_s + p.backward_s for p in first.points) * self.has_first

@@ -28,6 +28,8 @@ from planner.stage_problem import Point, Run, StageProblem
 MOST_OTHERS = 6
 """Blocks outside the longest run; with more of them there is no bound."""
 
+SOME = 6
+"""Moments of a rank that count: each gives a bound, and neighbours nearly the same."""
 SPLITS = 10
 """How often the span of limits is halved in which what ranks wait for decides."""
 
@@ -151,7 +153,7 @@ class _Shares:
         """[number]: by duality, over some prices of a byte: any price gives a bound, at any
         moment."""
         others = [bit for bit in range(len(self.others)) if mine >> bit & 1]
-        here, moments = self.problem.runs_at(rank), self.moments[rank]
+        here, moments = self.problem.runs_at(rank), some(self.moments[rank])
         runs = [here[self.longest], *(here[self.others[bit]] for bit in others)]
         present = {self.longest, *(self.others[bit] for bit in others)}
         room = self.problem.capacity_bytes[rank] - least_working(runs)
@@ -224,6 +226,13 @@ class Least:
         seconds = np.concatenate([before, np.cumsum(self.seconds[:, held], axis=-1)], axis=-1)
         sizes = np.concatenate([before[0], np.cumsum(self.sizes[held], axis=-1)], axis=-1)
         return seconds, sizes
+
+
+def some(moments: Moments) -> Moments:
+    """Of many moments a few, from the first to the last."""
+    if len(moments) <= SOME:
+        return moments
+    return tuple(moments[round(n * (len(moments) - 1) / (SOME - 1))] for n in range(SOME))
 
 
 def _of_copies(tied: Sequence[tuple[int, int, float]], present: Collection[int]) -> float:

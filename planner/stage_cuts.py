@@ -82,7 +82,13 @@ def relaxed_seconds(problem: StageProblem) -> Array:
 
     where only prices at which two points of a run cost the same can be best.
     """
-    return np.stack([_relaxed_stage(problem, stage) for stage in range(problem.stages)])
+    kinds = {id(problem.runs_at(stage)): stage for stage in range(problem.stages)}
+    working = {kind: _working_bytes(problem, problem.runs_at(s)) for kind, s in kinds.items()}
+    copies, added_s = copies_bytes(problem), _of_copies(problem, problem.tied_s)
+    return np.stack([
+        _relaxed_stage(problem, stage, working[id(problem.runs_at(stage))], copies) + added_s
+        for stage in range(problem.stages)
+    ])  # fmt: skip
 
 
 def relaxed_fill_s(problem: StageProblem) -> Array:
@@ -148,32 +154,38 @@ def maxima(problem: StageProblem, per_run: Sequence[float]) -> Array:
     return out
 
 
-def _relaxed_stage(problem: StageProblem, stage: int) -> Array:
-    """At each of its fullest moments."""
-    bounds = [_relaxed_moment(problem, stage, held) for held in problem.held_at(stage)]
+def _relaxed_stage(problem: StageProblem, stage: int, working: Array, copies: Array) -> Array:
+    """At each of its fullest moments. Beside what is held it has `copies` of state, and in backward
+    `working` bytes."""
+    bounds = [
+        _relaxed_moment(problem, stage, held, working + copies if held.forward else copies)
+        for held in problem.held_at(stage)
+    ]
     bound: Array = np.maximum.reduce(bounds)
-    return bound + problem.sends_s(stage) + _of_copies(problem, problem.tied_s)
+    return bound + problem.sends_s(stage)
 
 
-def _relaxed_moment(problem: StageProblem, stage: int, held: Held) -> Array:
+def _relaxed_moment(problem: StageProblem, stage: int, held: Held, beside: Array) -> Array:
     runs = problem.runs_at(stage)
     capacity_bytes = problem.capacity_bytes[stage]
     points = [run.points_at(held) for run in runs]
     times = [np.array([p.forward_s + p.backward_s for p in of_run]) for of_run in points]
     bytes_of = [[p.persistent_bytes + moment_bytes(held, p) for p in of_run] for of_run in points]
     sizes = [np.array(run) / capacity_bytes for run in bytes_of]
-    working = _working_bytes(problem, runs) if held.forward else 0.0
-    room = 1.0 - (working + copies_bytes(problem)) / capacity_bytes
-    bound = np.zeros_like(room)
-    for price in indifferent_prices(times, sizes):
-        least = [
-            max(np.min(time + price * size), joint_s(run, price / capacity_bytes, *held)[0])
-            for time, size, run in zip(times, sizes, runs, strict=True)
-        ]
-        bound = np.maximum(bound, sums(problem, least) - price * room)
+    room = 1.0 - beside / capacity_bytes
+    prices = np.array(indifferent_prices(times, sizes))[:, None]
+    least = np.stack([
+        np.maximum(
+            (time + prices * size).min(axis=1), joint_s(run, prices / capacity_bytes, *held)[..., 0]
+        )
+        for time, size, run in zip(times, sizes, runs, strict=True)
+    ])  # fmt: skip
+    before = np.zeros((len(prices), len(problem.block_runs) + 1))
+    before[:, 1:] = np.cumsum(least[list(problem.block_runs)].T, axis=1)
+    bound = (before[:, None, :] - before[:, :, None] - prices[..., None] * room).max(axis=0)
     smallest = sums(problem, [size.min() for size in sizes])
     fits = np.triu(smallest <= room + 1e-9, k=1)
-    return np.where(fits, bound, np.inf)
+    return np.where(fits, np.maximum(bound, 0.0), np.inf)
 
 
 def joint_s(
@@ -202,11 +214,9 @@ def _working_bytes(problem: StageProblem, runs: Sequence[Run]) -> Array:
     ])  # fmt: skip
     blocks = np.asarray(problem.block_runs)
     behind = np.concatenate([[0.0], np.cumsum(freed[blocks])])
-    out = np.zeros((len(blocks) + 1,) * 2)
-    for b in range(1, len(blocks) + 1):
-        alone = np.asarray(least)[blocks[:b]] - (behind[b] - behind[1 : b + 1])
-        out[:b, b] = np.maximum.accumulate(np.maximum(alone, 0.0)[::-1])[::-1]
-    return out
+    alone = np.zeros((len(blocks) + 1,) * 2)
+    alone[:-1] = np.asarray(least)[blocks][:, None] - (behind[None] - behind[1:, None])
+    return np.maximum.accumulate(np.triu(np.maximum(alone, 0.0), k=1)[::-1])[::-1]
 
 
 def indifferent_prices(times: Sequence[Array], sizes: Sequence[Array]) -> list[float]:

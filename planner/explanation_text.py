@@ -89,8 +89,11 @@ def _outcome(
     told: Explanation, outcome: Outcome, first: Plan | None, asked: Iterable[str] = ()
 ) -> str:
     """One line; `asked`: decisions that need no mention."""
-    cut = ", but the time limit ended its search" if told.is_cut_short(outcome) else ""
-    return _outcome_alone(outcome, first, asked) + cut
+    if not told.is_cut_short(outcome):
+        return _outcome_alone(outcome, first, asked)
+    if isinstance(outcome, Refusal):
+        return "none found before the time limit ended its search"
+    return _outcome_alone(outcome, first, asked) + ", but the time limit ended its search"
 
 
 def _outcome_alone(outcome: Outcome, first: Plan | None, asked: Iterable[str]) -> str:

@@ -100,6 +100,8 @@ class Search:
         first ones, if any of them fits."""
         everything, best = list(self._candidates()), Best()
         bound_s = self._improve(best, everything, always=False)
+        if best.found is None and monotonic() > self.deadline:
+            raise self._no_time(len(everything))
         smaller = self._smaller(best, everything)
         bound_s = min(bound_s, self._improve(best, smaller))
         everything += smaller

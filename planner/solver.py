@@ -33,6 +33,8 @@ _LATER = "use_preprocessing: false use_dual_simplex: false"
 _FIRST = "use_preprocessing: false use_dual_simplex: true"
 """Costs are not negative, so no variable at all is where the dual simplex may start; another
 objective leaves the last solution where the primal one may."""
+_ANEW = (_FIRST, "use_preprocessing: true")
+"""Where rounding ends a solve from the last solution."""
 
 
 _Message: TypeAlias = "tuple[list[Variable], linear_solver_pb2.MPModelProto]"
@@ -78,6 +80,15 @@ class _Row:
     terms: tuple[Term, ...]
     lower: float
     upper: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Total:
+    """`unit`: its largest coefficient; its variable is in units of that."""
+
+    name: Variable
+    parts: tuple[Term, ...]
+    unit: float
 
 
 class Model:
@@ -255,36 +266,50 @@ class Relaxation:
     """
 
     def __init__(self, model: Model, rows: Sequence[int] | None = None) -> None:
+        self._known, self._message = model.message(range(model.n_rows) if rows is None else rows)
+        self._added: list[_Row] = []
+        self._totals: list[_Total] = []
+        self._load(_FIRST)
+
+    def _load(self, parameters: str) -> None:
+        """All rows and totals, without any solution."""
         self._solver = pywraplp.Solver("relaxation", pywraplp.Solver.GLOP_LINEAR_PROGRAMMING)
-        self._solver.SetSolverSpecificParametersAsString(_FIRST)
-        known, message = model.message(range(model.n_rows) if rows is None else rows)
-        self._solver.LoadModelFromProto(message)
-        self._variables = dict(zip(known, self._solver.variables(), strict=True))
-        self._units: dict[Variable, float] = {}  # of totals
+        self._solver.SetSolverSpecificParametersAsString(parameters)
+        self._solver.LoadModelFromProto(self._message)
+        self._variables = dict(zip(self._known, self._solver.variables(), strict=True))
+        self._units: dict[Variable, float] = {}
+        for row in self._added:
+            self._add(row)
+        for total in self._totals:
+            self._add_total(total)
         self._solver.Objective().SetMinimization()
 
     def constrain(self, terms: Iterable[Term], lower: float = -inf, upper: float = inf) -> None:
         """One more row, as of `Model`."""
-        self._add(_Row(summed(terms), lower, upper))
+        self._added.append(_Row(summed(terms), lower, upper))
+        self._add(self._added[-1])
 
     def total(self, terms: Iterable[Term]) -> Variable:
         """A sum of which no part is negative as a variable of objectives: where these are made of
         a few sums, only what a sum counts is told to the solver, and read from it."""
-        parts = [(coefficient, v) for coefficient, v in summed(terms) if coefficient]
+        parts = tuple((coefficient, v) for coefficient, v in summed(terms) if coefficient)
         unit = max((coefficient for coefficient, _ in parts), default=1.0)
-        variable, row = self._solver.NumVar(0.0, inf, ""), self._solver.Constraint(0.0, 0.0)
-        row.SetCoefficient(variable, -1.0)
-        for coefficient, v in parts:
-            row.SetCoefficient(self._variables[v], coefficient / unit)
-        name = Variable(-1 - len(self._units))
-        self._variables[name], self._units[name] = variable, unit
-        return name
+        self._totals.append(_Total(Variable(-1 - len(self._totals)), parts, unit))
+        self._add_total(self._totals[-1])
+        return self._totals[-1].name
 
     def _add(self, row: _Row) -> None:
         factor = _row_factor(row)
         added = self._solver.Constraint(row.lower * factor, row.upper * factor)
         for coefficient, variable in row.terms:
             added.SetCoefficient(self._variables[variable], coefficient * factor)
+
+    def _add_total(self, total: _Total) -> None:
+        variable, row = self._solver.NumVar(0.0, inf, ""), self._solver.Constraint(0.0, 0.0)
+        row.SetCoefficient(variable, -1.0)
+        for coefficient, v in total.parts:
+            row.SetCoefficient(self._variables[v], coefficient / total.unit)
+        self._variables[total.name], self._units[total.name] = variable, total.unit
 
     def minimum(
         self, terms: Iterable[Term], offset: float = 0.0, *, only: Iterable[Variable] | None = None
@@ -294,27 +319,37 @@ class Relaxation:
         `only`: the variables whose values are wanted, since reading all takes a while; without it
         those of the model.
         """
-        units, variables = self._units, self._variables
-        told = [(cost * units.get(v, 1.0), v) for cost, v in summed(terms) if cost]
-        objective = self._solver.Objective()
-        scale = _LARGEST_COST / max((abs(cost) for cost, _ in told), default=1)
-        objective.Clear()
-        for cost, v in told:
-            objective.SetCoefficient(variables[v], cost * scale)
-        status = self._solver.Solve()
-        self._solver.SetSolverSpecificParametersAsString(_LATER)
+        costs = [(cost * self._units.get(v, 1.0), v) for cost, v in summed(terms) if cost]
+        scale = _LARGEST_COST / max((abs(cost) for cost, _ in costs), default=1)
+        status = self._solved(costs, scale)
+        for parameters in _ANEW:
+            if status in (pywraplp.Solver.OPTIMAL, pywraplp.Solver.INFEASIBLE):
+                break
+            self._load(parameters)
+            status = self._solved(costs, scale)
         match status:
             case pywraplp.Solver.OPTIMAL:
+                units, variables = self._units, self._variables
                 wanted = (v for v in variables if v >= 0) if only is None else only
                 values: dict[int, float] = {
                     v: variables[v].solution_value() * units.get(v, 1.0) for v in wanted
                 }
-                bound = objective.Value() / scale + offset
+                bound = self._solver.Objective().Value() / scale + offset
                 return Solution(values, bound, bound, "optimal")
             case pywraplp.Solver.INFEASIBLE:
                 raise Infeasible("no solution exists")
             case _:
                 raise SolverFailed(f"the linear program failed (GLOP's status {status})")
+
+    def _solved(self, costs: Sequence[Term], scale: float) -> int:
+        """GLOP's status after a solve."""
+        objective = self._solver.Objective()
+        objective.Clear()
+        for cost, v in costs:
+            objective.SetCoefficient(self._variables[v], cost * scale)
+        status: int = self._solver.Solve()
+        self._solver.SetSolverSpecificParametersAsString(_LATER)
+        return status
 
 
 def _run(

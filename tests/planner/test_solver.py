@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ortools.linear_solver import pywraplp
 from ortools.math_opt.python import mathopt
 
 from planner import solver
-from planner.solver import Infeasible, Model, SolverFailed
+from planner.solver import Infeasible, Model, Relaxation, SolverFailed
 
 
 def knapsack(values: list[float], sizes: list[float], room: float) -> Model:
@@ -117,3 +118,56 @@ def test_a_model_prints_its_rows() -> None:
     model.constrain([(2.0, x), (1.0, y)], lower=1)
     model.minimise([(3.0, y)])
     assert str(model) == "minimise 3 x1 + 0\n1 <= 2 x + 1 x1 <= inf"
+
+
+def covering(rng: np.random.Generator) -> tuple[Model, list[solver.Variable]]:
+    model = Model()
+    variables = [model.variable(0, 1) for _ in range(12)]
+    for _ in range(8):
+        parts = rng.uniform(0, 1, 12).tolist()
+        model.constrain(zip(parts, variables, strict=True), lower=0.3 * sum(parts))
+    return model, variables
+
+
+def sums_of(rng: np.random.Generator, variables: list[solver.Variable]) -> list[list[solver.Term]]:
+    """Of very different size, one of them of nothing."""
+    sizes = (1e-7, 1.0, 1e9)
+    parts = [(size * rng.uniform(0, 1, len(variables))).tolist() for size in sizes]
+    return [*([*zip(of, variables, strict=True)] for of in parts), []]
+
+
+def test_sums_may_stand_for_their_terms() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(10):
+        model, variables = covering(rng)
+        sums = sums_of(rng, variables)
+        plain, told = Relaxation(model), Relaxation(model)
+        totals = [told.total(terms) for terms in sums]
+        for rates in rng.uniform(0, 1, (4, 4)) / (1e-7, 1.0, 1e9, 1.0):
+            terms = [(rate * c, v) for rate, of in zip(rates, sums, strict=True) for c, v in of]
+            expected = plain.minimum(terms)
+            found = told.minimum(zip(rates, totals, strict=True), only=totals)
+            assert found.bound == pytest.approx(expected.bound)
+            parts = [sum(c * expected[v] for c, v in of) for of in sums]
+            assert [found[v] for v in totals] == pytest.approx(parts)
+
+
+def test_a_solve_that_rounding_ends_is_begun_anew(monkeypatch) -> None:
+    """With all rows and sums; only what fails again is an error."""
+    rng = np.random.default_rng(6)
+    model, variables = covering(rng)
+    relaxation, solved, left = Relaxation(model), Relaxation._solved, [2]
+    (total, *_) = [relaxation.total(terms) for terms in sums_of(rng, variables)]
+    relaxation.constrain([(1.0, variables[0])], lower=0.75)
+    expected = relaxation.minimum([(1.0, total)], only=variables).values
+
+    def failing(self: Relaxation, costs: Any, scale: float) -> int:
+        left[0] -= 1
+        return pywraplp.Solver.ABNORMAL if left[0] >= 0 else solved(self, costs, scale)
+
+    monkeypatch.setattr(Relaxation, "_solved", failing)
+    again = relaxation.minimum([(1.0, total)], only=variables).values
+    assert left == [-1] and again == pytest.approx(expected)
+    left[0] = 3
+    with pytest.raises(SolverFailed, match="GLOP's status 4"):
+        relaxation.minimum([(1.0, total)])

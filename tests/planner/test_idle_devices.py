@@ -315,3 +315,17 @@ def test_a_measured_machine_keeps_a_mesh_that_cuts_nothing() -> None:
     found = plan(trace(model, (torch.randn(12, 15),), {}), cluster, global_batch=12)
     assert found.mesh == Mesh(tensor=2) and found.prediction.step_s < 1.0
     assert found.prediction.bound_s <= found.prediction.step_s
+
+
+def test_fewer_devices_are_looked_at_where_few_rows_are_only_launches(tmp_path) -> None:
+    """One device computes all rows at once in about a step, one by one in many."""
+    spec = tmp_path / "slow.yaml"
+    spec.write_text(
+        "device: L4\nnodes: 2\ndevices_per_node: 2\ninter_bandwidth_GBps: 0.2\n"
+        "inter_latency_us: 500\n"
+    )
+    cluster = Cluster.parse(str(spec))
+    found = plan(
+        chain(depth=9, width=256, hidden=512, seq=1, words=64), cluster, global_batch=240
+    )
+    assert (found.mesh.pipeline, found.mesh.size) == (2, 2)

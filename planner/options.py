@@ -23,8 +23,8 @@ from planner.workload import Workload
 
 FEW = 16
 """Devices of which any smaller number is looked at."""
-MORE_ROWS = 8
-"""Times as many rows of a micro-batch are looked at next."""
+SOME_ROWS = 8
+"""Of a micro-batch of large layers that computes about as fast as it can."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,10 @@ class Options:
         ]
 
     def _alone_s(self, least: LeastCosts) -> float:
-        """Of a step's computation on one device, with any number of rows at once: many make short
-        kernels longer, which is what small models need."""
+        """Of a step's computation on one device, with few rows or all at once, which makes short
+        kernels longer."""
         batch, seconds = self.work.global_batch, []
-        sizes = (int(MORE_ROWS**n) for n in range(batch.bit_length()))
-        for rows in (*(size for size in sizes if size < batch), batch):
+        for rows in dict.fromkeys((min(batch, SOME_ROWS), batch)):
             alone = Candidate(Mesh(), max(1, batch // rows), "1f1b", rows)
             blocks = zip(self.work.kinds, least.blocks(alone), strict=True)
             each_s = sum(len(kind.calls) * sum(b.node_s.values()) for kind, b in blocks)

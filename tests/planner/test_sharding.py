@@ -23,7 +23,7 @@ from ir.variants import Variant, variants
 from planner.cost import Roofline
 from planner.node_prices import NodePrices
 from planner.ports import divides, options
-from planner.sharding import ShardingResult, Shardings, shard
+from planner.sharding import Programs, ShardingResult, Shardings, shard
 from planner.sharding_program import ShardingProgram
 from planner.work import Work
 
@@ -255,6 +255,28 @@ def test_gradients_are_cut_where_adding_them_up_is_dear() -> None:
     terms = found.built.program.summed
     assert terms and several.seconds < min(seconds for seconds, _ in terms)
     assert one.seconds < several.seconds  # nothing is added up then, and layouts are free
+
+
+def test_a_program_for_other_rows_costs_what_a_new_one_does() -> None:
+    """It is built for the first rows alone; where other views copy, anew."""
+    graph = chain(depth=3, width=64, hidden=256, seq=16)
+    kinds = variants(graph, flow(graph))
+    known: Programs = {}
+    views = [
+        {node.outputs[0] for node in kind.block.nodes if op_def(node.op).kind == "view"}
+        for kind in kinds
+    ]
+    for rows, copied in ((8, ()), (2, ()), (2, views), (32, views)):
+        degrees = Degrees(rows, 1, 2, 1)
+        new = Shardings(graph, kinds, degrees, COST, copied=copied)
+        again = Shardings(graph, kinds, degrees, COST, copied=copied, known=known)
+        assert again.built.degrees == degrees
+        costs = new.built.program.cost(2, 1e-12, 1e-12)
+        assert costs and costs == again.built.program.cost(2, 1e-12, 1e-12)
+        for part in ("made", "of_call", "once_of", "held", "trained_of", "summed_of"):
+            assert getattr(new.built.program, part) == getattr(again.built.program, part)
+        assert new.cheapest(2) == again.cheapest(2)
+    assert len(known) == 2
 
 
 def test_a_view_that_copies_costs_its_bytes() -> None:

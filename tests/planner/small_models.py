@@ -76,10 +76,13 @@ class Whole(nn.Module):
 
 
 def chain(
-    depth: int = 4, width: int = 16, hidden: int = 32, words: int = 24, seq: int = 8
-) -> Graph:
+    depth: int = 4, width: int = 16, hidden: int = 32, words: int = 24, seq: int = 8,
+    *, tied: bool = False,
+) -> Graph:  # fmt: skip
     with torch.device("meta"):
         model = Chain(depth, width, hidden, words)
+        if tied:
+            model.head.weight = model.embed.weight
         ids = torch.zeros(8, seq, dtype=torch.long)
     return trace(model, (ids, ids), {}, name="chain")
 

@@ -5,21 +5,25 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+import torch
 from small_models import chain, products
 from test_measured_cost import MACHINE
+from torch import nn
 
 from ir.batch import flow
 from ir.cluster import Cluster, Mesh
 from ir.errors import Refused
 from ir.graph import Graph
 from ir.machines import Host
+from ir.ops import op_def
 from ir.schedules import Held
+from ir.trace import trace
 from ir.variants import variants
 from planner import plan
 from planner.calibrated import cost_model
 from planner.candidate import Workload, evaluate
 from planner.frontier import frontier
-from planner.least_problem import LeastProblem
+from planner.least_problem import Exchange, LeastProblem
 from planner.pieces import best_menu, pieces, whole
 from planner.pins import Candidate, read_pins
 from planner.places import PlacedBounds
@@ -30,6 +34,7 @@ from planner.search import LEVELS, Search
 from planner.stage_cuts import relaxed_seconds
 from planner.stage_problem import Point, Run, StageProblem
 from planner.stages import plan_stages
+from planner.workload import touched_bytes
 
 MODELS = {
     "chain": lambda: chain(depth=5, width=64, hidden=256, seq=64),
@@ -240,3 +245,40 @@ def test_only_what_a_prologue_takes_is_made_once() -> None:
     assert early & {name for node in block.forward for name in node.outputs}
     assert not early & {name for name, value in pairs if value in state}
     assert not work.early[1]
+
+
+def test_a_bound_has_copies_of_tied_parameters() -> None:
+    """The head's rank holds the embedding as well, and where that is told apart exchanges its
+    gradient."""
+    cluster, candidate = Cluster.parse("8xH100-SXM"), Candidate(Mesh(2, 2, 2), 2, "1f1b", 2)
+    tied, alone = (
+        LeastProblem(search(chain(words=512, tied=is_tied), cluster, 8).attempts.bounds.least)
+        for is_tied in (True, False)
+    )
+    ((first, last, held_bytes),) = tied.of(candidate).tied
+    embedding_bytes = 512 * 16 * 4  # in float32
+    assert (first, last) == (0, 2) and held_bytes == 4 * embedding_bytes / 2  # on 2 devices
+    ((*_, added_s),) = tied.of(candidate).tied_s
+    ((*_, exchanged_s),) = tied.of(candidate, Exchange.APART).tied_s
+    assert 0 < added_s < exchanged_s
+    assert not alone.of(candidate).tied
+
+
+def test_a_view_is_no_larger_than_what_it_views() -> None:
+    """A node that reads rows repeated by a view needs them once."""
+
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.scale).unsqueeze(1).expand(-1, 32, -1).sum(1).sum()
+
+    graph = trace(Repeated(), (torch.zeros(8, 16),), {})
+    (kind,) = variants(graph, flow(graph))
+    sizes = [
+        touched_bytes(kind, node) for node in kind.block.forward if op_def(node.op).kind != "view"
+    ]
+    row_bytes = 16 * 4
+    assert max(each for _, each in sizes) == 2 * row_bytes

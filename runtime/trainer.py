@@ -202,17 +202,19 @@ def run_threads(
 ) -> list[Result]:
     """Runs `fn(trainer)` on each of `n` ranks, all threads of this process; results by rank.
 
-    `model` is one module, which all ranks only read, or a function that makes one per rank;
-    `options` go to `Trainer`. The first error of any rank stops the others and is raised.
+    `model` is one module, which all ranks only read, or a function that makes one per rank, called
+    for one rank at a time: it may seed torch's generator. `options` go to `Trainer`. The first error of any rank stops the others and is raised.
     """
     parsed = layout if isinstance(layout, Layout) else parse_layout(layout)
     world = World(n, timeout_s)
     results: dict[int, Result] = {}
+    making = threading.Lock()
 
     def run(rank: int) -> None:
         try:
             transport = ThreadTransport(world, rank, torch.device(device))
-            own = model if isinstance(model, nn.Module) else model()
+            with making:
+                own = model if isinstance(model, nn.Module) else model()
             results[rank] = fn(Trainer(program, parsed, own, transport=transport, **options))
         except BaseException as error:
             if not isinstance(error, Aborted):

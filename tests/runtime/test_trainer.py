@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 
 import pytest
 import tiny_program as tiny
@@ -128,6 +129,19 @@ def test_a_wrong_batch_is_refused(change, message):
 
     with pytest.raises(UsageError, match=message):
         run_threads(tiny.layout(), tiny, tiny.TinyModel(), 8, fn)
+
+
+def test_models_made_by_a_function_that_seeds_torch_are_alike():
+    def make():
+        torch.manual_seed(3)
+        model = tiny.TinyModel()
+        for parameter in model.parameters():
+            time.sleep(1e-3)  # another thread would draw, or seed, here
+            torch.nn.init.normal_(parameter)
+        return model
+
+    ranks = run_threads(tiny.layout(), tiny, make, 8, lambda trainer: trainer.replica_differences())
+    assert ranks == [[]] * 8
 
 
 def untied(model):

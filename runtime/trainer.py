@@ -203,7 +203,8 @@ def run_threads(
     """Runs `fn(trainer)` on each of `n` ranks, all threads of this process; results by rank.
 
     `model` is one module, which all ranks only read, or a function that makes one per rank, called
-    for one rank at a time: it may seed torch's generator. `options` go to `Trainer`. The first error of any rank stops the others and is raised.
+    for one rank at a time: it may seed torch's generator. `options` go to `Trainer`. The first
+    error of any rank stops the others and is raised.
     """
     parsed = layout if isinstance(layout, Layout) else parse_layout(layout)
     world = World(n, timeout_s)

@@ -328,7 +328,7 @@ def spmd(graph: Graph, plan: Plan) -> Spmd:
     hosts = tuple({label: frozenset(names) for label, names in b.hosts} for b in plan.blocks)
     state = _state_places(graph, kinds, shardings)
     return Spmd(graph, plan.degrees, batch_flow, kinds, lowered, state, keeps, stages, plan.zero,
-                plan.offload, hosts)  # fmt: skip
+                plan.offload, hosts, plan.mesh.pipeline)  # fmt: skip
 
 
 def _state_places(

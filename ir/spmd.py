@@ -6,6 +6,7 @@ which codegen writes the program and the planner takes its bytes and seconds: on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,7 +48,7 @@ class Spmd:
 
     `zero`: the ZeRO stage, what the data axis divides (1 optimizer state, 2 gradients too, 3
     parameters too). `offload`: what lies in host memory (`ir.offload`); `hosts`, as `keeps`: which
-    of the values held for backward.
+    of the values held for backward. `ranks`: of the pipeline; stage s is on rank s mod `ranks`.
     """
 
     graph: Graph
@@ -61,6 +62,7 @@ class Spmd:
     zero: int = 0
     offload: str = "none"
     hosts: tuple[dict[str, frozenset[str]], ...] = ()
+    ranks: int = 1
 
     def call(self, placed: StageCall) -> Call:
         return self.graph.calls[placed.index]
@@ -148,7 +150,8 @@ class Spmd:
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """Everything that crosses stages, sent once from its maker to each reader."""
+        """Everything that crosses stages, once to each reader: from its maker, or where no gradient
+        comes back from the reader before, on the same rank if there is one."""
         found: dict[tuple[str, int], bool] = {}
         for index, call in enumerate(self.graph.calls):
             target = self.stage_of[index]
@@ -156,13 +159,26 @@ class Spmd:
                 if value in self.makers and self.stage_of[self.makers[value][0]] != target:
                     gradient = self.gives_gradient(index, value)
                     found[value, target] = found.get((value, target), False) or gradient
+        readers: dict[str, list[int]] = {}
+        for value, target in found:
+            readers.setdefault(value, [self.stage_of[self.makers[value][0]]]).append(target)
         return tuple(
             Message(
-                v, self.stage_of[self.makers[v][0]], t, self.local_type_of(v),
-                self.gradient_type_of(v) if gradient else None,
+                v, readers[v][0] if gradient else self._nearest(readers[v], t), t,
+                self.local_type_of(v), self.gradient_type_of(v) if gradient else None,
             )
             for (v, t), gradient in found.items()
         )  # fmt: skip
+
+    def is_near(self, message: Message) -> bool:
+        """Whether a message stays on its rank."""
+        return (message.target - message.source) % self.ranks == 0
+
+    def _nearest(self, holders: Sequence[int], target: int) -> int:
+        """The last stage before `target` that holds a value, of its own rank if one does."""
+        before = [stage for stage in holders if stage < target]
+        here = [stage for stage in before if (target - stage) % self.ranks == 0]
+        return max(here or before)
 
     def stages_of_state(self, name: str) -> tuple[int, ...]:
         """The stages that hold a state tensor; an unused one lives on the first stage."""

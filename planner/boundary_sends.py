@@ -2,7 +2,8 @@
 
 Input: the program of all blocks, a candidate, its cost model. Output: seconds of a micro-batch by
 layout variable. Which boundaries are cut is not known yet, so every place between two calls counts
-as a cut with the same part, (stages - 1) / (calls - 1); both ranks spend a send, unless they meet.
+as a cut with the same part, (stages - 1) / (calls - 1), or of what has no gradient and goes once to
+each rank (ranks - 1) / (calls - 1); both ranks spend a send, unless they meet.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ def send_terms(
     calls = len(built.graph.calls)
     if candidate.stages == 1 or calls == 1 or cost.traits.scatters_sends:
         return []
-    part = (candidate.stages - 1) / (calls - 1) * (1 if cost.sends_meet else 2)
+    part = (1 if cost.sends_meet else 2) / (calls - 1)
     terms: list[Term] = []
     for (number, name), places in _crossed(built.graph, built, variant_of).items():
         kind, ports = built.kinds[number], built.ports.of_value
         with_gradient = any(name == output for output, _ in kind.block.tangents)
+        cuts = (candidate.stages if with_gradient else candidate.mesh.pipeline) - 1
         for way in ("value", "gradient") if with_gradient else ("value",):
             for placement, variable in built.program.layouts[ports[number, way, name]]:
                 layout = Layout(kind.spread.place[name], placement)
                 seconds = cost.send_s(built.prices[number].bytes_of(name, layout))
-                terms.append((part * places * seconds, variable))
+                terms.append((part * cuts * places * seconds, variable))
     return terms
 
 

@@ -262,9 +262,11 @@ class _Evaluation(StagePrices):
         })  # fmt: skip
 
     def _send_s(self, crossing: Sequence[str], stage: int) -> float:
-        """There and back."""
-        program, seconds = self.program, 0.0
+        """There and back. What has no gradient goes once to each rank, whose stages share it."""
+        program, seconds, is_round = self.program, 0.0, stage + 1 >= self.candidate.mesh.pipeline
         for value in crossing:
+            if is_round and value not in program.has_gradient:
+                continue
             ways = 2 if value in program.has_gradient and not self.cost.sends_meet else 1
             seconds += ways * self._crossing_s(program, value, stage, stage + 1)
         return seconds
@@ -284,10 +286,13 @@ class _Evaluation(StagePrices):
         """What calls hand on, as it would go from a stage to the next one."""
         found, meet = [], self.cost.sends_meet
         for value, maker, later in self._readers:
+            is_passed_on = value not in self.program.has_gradient
+            if is_passed_on and stage >= self.candidate.mesh.pipeline:
+                continue  # the rank has it
             way_s = self._crossing_s(self.program, value, stage, stage + 1)
             back_s = way_s if value in self.program.has_gradient else 0.0
             sides = (way_s, back_s) if meet else (way_s + back_s,) * 2
-            found.append(Handed(maker, later, *sides))
+            found.append(Handed(maker, later, *sides, is_passed_on))
         return tuple(found)
 
     @cached_property

@@ -3,7 +3,8 @@
 Input: the values that blocks hand on, with their seconds on either side. Output: seconds of a
 micro-batch of every possible stage. A value goes straight to the stages that read it (a skip
 connection passes by the others): its maker's stage sends it if a later block on another stage reads
-it, and a stage takes it once if a block there does.
+it, and a stage takes it once if a block there does. One without a gradient goes from reader to
+reader.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ StageSends = NDArray[np.float64]
 
 class Handed(NamedTuple):
     """A value, made by a block and read by later ones, in order: seconds of its maker's stage where
-    it is sent, and of a stage that takes it, there and back."""
+    it is sent, and of a stage that takes it, there and back. `is_passed_on`: by such a stage, too,
+    if a later one reads it."""
 
     maker: int
     readers: tuple[int, ...]
     sent_s: float
     taken_s: float
+    is_passed_on: bool = False
 
 
 def are_alike(blocks: int, values: Sequence[Handed]) -> bool:
@@ -45,4 +48,6 @@ def stage_sends(blocks: int, values: Sequence[Handed]) -> StageSends:
         for first in range(maker + 1, last + 1):
             next_ = next(reader for reader in value.readers if reader >= first)
             out[first, next_ + 1 :] += value.taken_s
+            if value.is_passed_on:
+                out[first, next_ + 1 : last + 1] += value.sent_s
     return out

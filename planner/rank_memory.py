@@ -3,7 +3,8 @@
 Input: what every rank does in a step, the `StageMemory` of the rank's stages, what crosses between
 stages. Output: bytes. An action finds there what the rank's stages hold of all micro-batches, and
 needs its own on top. With several stages per rank a value can also come before it is asked for,
-since a channel gives things in the order of their sending, or wait for a stage of the same rank.
+since a channel gives things in the order of their sending. What a stage hands on to one of the same
+rank they share (`planner.shared_values`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ir.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from ir.spmd import Message
+from planner.shared_values import shared_bytes
 from planner.stage_memory import StageMemory
 
 Order = Sequence[Sequence[Action]]
@@ -26,11 +28,14 @@ def rank_bytes(
     order: Order, rank: int, stages: Mapping[int, StageMemory], messages: Sequence[Message]
 ) -> int:
     """The most at any moment of the rank's actions; `stages`: the rank's, by number."""
-    waiting = _waiting_bytes(order, rank, messages) if len(stages) > 1 else [0] * len(order[rank])
+    waiting = shared = [0] * len(order[rank])
+    if len(stages) > 1:
+        waiting = _waiting_bytes(order, rank, messages)
+        shared = shared_bytes(order[rank], stages, messages)
     held = peak = 0
-    for action, more_bytes in zip(order[rank], waiting, strict=True):
+    for action, *more_bytes in zip(order[rank], waiting, shared, strict=True):
         needed, left = _change(stages[action.stage], action.kind)
-        peak = max(peak, held + needed + more_bytes)
+        peak = max(peak, held + needed + sum(more_bytes))
         held += left
     return peak
 
@@ -47,8 +52,8 @@ def _change(stage: StageMemory, kind: str) -> tuple[int, int]:
 
 
 def _waiting_bytes(order: Order, rank: int, messages: Sequence[Message]) -> list[int]:
-    """What has come, or was left by another stage here, and is not asked for yet, during each
-    action of the rank."""
+    """What has come and is not asked for yet, or is a gradient that another stage here left, during
+    each action of the rank."""
     ranks = len(order)
     post = _Post(messages, lambda stage: stage % ranks == rank)
     due = {
@@ -86,7 +91,7 @@ class _Post:
                 if kind is None or not is_here(target):
                     continue
                 name = (m.value, source, target, is_back)
-                self.sizes[name] = kind.bytes(1)
+                self.sizes[name] = 0 if is_here(source) and not is_back else kind.bytes(1)
                 self._sent.setdefault((is_back, source), []).append(name)
                 self._taken.setdefault((is_back, target), []).append(name)
 

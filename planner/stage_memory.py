@@ -2,12 +2,14 @@
 
 Input: a program, a stage, the `CallMemory` of its calls. Output: `StageMemory`: the most that each
 function needs at a time, and what it leaves, of one micro-batch. A value that several calls hold
-lies there once. A function deletes a value after the last call that reads it.
+lies there once. A function deletes a value after the last call that reads it. What stages of a rank
+hand on to each other lies there once as well: with the first of them until its forward ends, then
+with the rank (`planner.shared_values`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ir.spmd import Spmd, StageCall
@@ -21,13 +23,19 @@ Memories = Callable[[StageCall], CallMemory]
 class StageMemory:
     """Of one micro-batch. `forward_bytes` and `backward_bytes`: the most during these functions,
     with what was received for them; `weight_bytes`: during the weights' half of a split backward.
-    `saved_bytes`: from forward to backward; `pending_bytes`: between its halves."""
+    `saved_bytes`: from forward to backward; `pending_bytes`: between its halves. Of values that
+    stages of the rank share, which none of these count outside the first one's forward: `shared`,
+    by name the bytes of those that the rank has from this stage; `keeps`, those that its forward
+    leaves for backward, and `keeps_pending` between the halves."""
 
     forward_bytes: int
     backward_bytes: int
     weight_bytes: int
     saved_bytes: int
     pending_bytes: int
+    shared: Mapping[str, int] = field(default_factory=dict)
+    keeps: frozenset[str] = frozenset()
+    keeps_pending: frozenset[str] = frozenset()
 
     @property
     def beyond_bytes(self) -> int:
@@ -45,17 +53,20 @@ class StageMemory:
 
 @dataclass
 class Live:
-    """Storages that are there, each counted once however many hold it."""
+    """Storages that are there, each counted once however many hold it; `elsewhere` are those that
+    are not counted here."""
 
     holders: dict[Hashable, int] = field(default_factory=dict)
     sizes: dict[Hashable, int] = field(default_factory=dict)
+    elsewhere: set[Hashable] = field(default_factory=set)
     current: int = 0
     peak: int = 0
 
     def hold(self, key: Hashable, size_bytes: int) -> None:
         if key not in self.holders:
-            self.holders[key], self.sizes[key] = 0, size_bytes
-            self.current += size_bytes
+            self.holders[key] = 0
+            self.sizes[key] = 0 if key in self.elsewhere else size_bytes
+            self.current += self.sizes[key]
             self.peak = max(self.peak, self.current)
         self.holders[key] += 1
 
@@ -64,6 +75,13 @@ class Live:
         if not self.holders[key]:
             self.current -= self.sizes.pop(key)
             del self.holders[key]
+
+    def hand_over(self, key: Hashable) -> None:
+        """From now on it is counted elsewhere."""
+        self.elsewhere.add(key)
+        if key in self.sizes:
+            self.current -= self.sizes[key]
+            self.sizes[key] = 0
 
     def reach(self, more_bytes: int) -> None:
         """So much more is there for a moment."""
@@ -79,15 +97,17 @@ def stage_memory(
 ) -> StageMemory:
     """`splits`: the schedule runs the halves of a backward apart."""
     walk = _Walk(program, stage, memories, moves)
-    walk.forward()
-    forward_bytes, saved_bytes = walk.live.peak, walk.live.current
+    shared = walk.forward()
+    forward_bytes, saved_bytes, keeps = walk.live.peak, walk.live.current, walk.kept_shared()
     walk.begin_backward()
     walk.backward(splits=splits)
     backward_bytes, pending_bytes = walk.live.peak, walk.live.current
+    keeps_pending = walk.kept_shared()
     weight_bytes = walk.weights() if splits else 0
     return StageMemory(
-        forward_bytes, backward_bytes, weight_bytes, saved_bytes, pending_bytes
-    )
+        forward_bytes, backward_bytes, weight_bytes, saved_bytes, pending_bytes, shared, keeps,
+        keeps_pending,
+    )  # fmt: skip
 
 
 class _Walk:
@@ -105,12 +125,17 @@ class _Walk:
         self.made = {v for placed in self.calls for v in program.call(placed).results}
         self.coming = [m for m in program.messages if m.target == stage]
         self.going = [m for m in program.messages if m.source == stage]
+        self.given = {m.value for m in self.going if program.is_near(m)}
+        self.taken = {m.value for m in self.coming if program.is_near(m)}
         for message in self.coming:
             self.values[message.value] = ("received", message.value)
+            if message.value in self.taken:
+                self.live.hand_over(self.values[message.value])
             self.live.hold(self.values[message.value], message.type.bytes(1))
 
-    def forward(self) -> None:
-        """What a call makes is there until its last reader, or leaves at the end."""
+    def forward(self) -> dict[str, int]:
+        """What a call makes is there until its last reader, or leaves at the end; the bytes of what
+        the rank has from then on."""
         graph = self.program.graph
         leaving = {graph.loss, *(v for _, v in graph.metrics), *(m.value for m in self.going)}
         leaving |= {item.update for item in graph.state if item.update}
@@ -132,7 +157,17 @@ class _Walk:
             dead = {v for v in held - leaving if last.get(v, place) <= place}
             self._drop_values(dead)
             held -= dead
+        handed = {value: self.values[value] for value in self.given - self.taken}
+        shared = {value: self.live.sizes.get(key, 0) for value, key in handed.items()}
+        for key in handed.values():
+            self.live.hand_over(key)
         self._drop_values(held)
+        return shared
+
+    def kept_shared(self) -> frozenset[str]:
+        """Those of the values that the rank's stages share that are still held here."""
+        near = self.given | self.taken
+        return frozenset(value for value in near if self.values[value] in self.live.holders)
 
     def _drop_values(self, names: set[str]) -> None:
         for name in sorted(names):
@@ -199,7 +234,8 @@ class _Walk:
 
     def _run(self, refs: Refs, peak: Callable[[frozenset[str]], int]) -> None:
         """A function that is handed what a list held, and frees what nobody else holds."""
-        alone = {name: key for name, key in refs if name and self.live.holders[key] == 1}
+        here = [(name, key) for name, key in refs if name and key not in self.live.elsewhere]
+        alone = {name: key for name, key in here if self.live.holders[key] == 1}
         own_bytes = sum(self.live.sizes[key] for key in alone.values())
         self.live.reach(peak(frozenset(alone)) - own_bytes)
         self._release(refs)

@@ -49,7 +49,7 @@ class StagePrices:
         self.program = Spmd(
             work.graph, candidate.degrees, work.flow, work.kinds, found.lowered,
             found.state, keeps, ((),) * last + (tuple(StageCall(i, v, "") for i, v in order),),
-            candidate.zero, candidate.offload, hosts,
+            candidate.zero, candidate.offload, hosts, candidate.mesh.pipeline,
         )  # fmt: skip
         self.runs = [
             (variant, [i for i, _ in group]) for variant, group in groupby(order, lambda p: p[1])

@@ -148,7 +148,7 @@ def measured(
     def transport(world: Any, rank: int, device: torch.device) -> Any:
         made = ThreadTransport(world, rank, device)
         return SimpleNamespace(
-            rank=rank, world_size=made.world_size, device=device,
+            rank=rank, world_size=made.world_size, device=device, stand_by=made.stand_by,
             group=lambda members: Counted(made.group(members), ledger, rank),
             channel=lambda *ends: Counted(made.channel(*ends), ledger, rank),
         )  # fmt: skip

@@ -35,6 +35,7 @@ def test_a_stage_sends_what_it_makes_and_takes_what_it_reads_once() -> None:
     """Against counting messages one by one, for every cut into three."""
     values = [
         Handed(0, (1, 5), 1.0, 2.0), Handed(1, (2, 3, 4), 3.0, 4.0), Handed(2, (5,), 5.0, 6.0),
+        Handed(0, (1, 3, 5), 7.0, 8.0, is_passed_on=True),
     ]  # fmt: skip
     found = stage_sends(6, values)
     for inner in combinations(range(1, 6), 2):
@@ -44,7 +45,9 @@ def test_a_stage_sends_what_it_makes_and_takes_what_it_reads_once() -> None:
         for value in values:
             home = stage_of[value.maker]
             others = {stage_of[reader] for reader in value.readers} - {home}
-            seconds[home] += value.sent_s if others else 0.0
+            senders = [home, *sorted(others)][: len(others)] if value.is_passed_on else [home]
+            for stage in senders if others else ():
+                seconds[stage] += value.sent_s
             for stage in others:
                 seconds[stage] += value.taken_s
         assert np.allclose([found[a, b] for a, b in spans], seconds)

@@ -212,13 +212,21 @@ class Spmd:
 
     def state_type(self, name: str) -> TensorType:
         """The local type of a state tensor."""
-        return local_type(
-            self.state_of[name].type, Layout(tensor=self.state[name]), self.degrees, 1
-        )
+        return self._local_state(self.state_of[name].type, self.state[name])
 
     def gradient_type(self, name: str) -> TensorType:
-        layout = Layout(tensor=self.gradient_place(name))
-        return local_type(self.state_of[name].type, layout, self.degrees, 1)
+        return self._local_state(self.state_of[name].type, self.gradient_place(name))
+
+    def _local_state(self, whole: TensorType, place: Placement) -> TensorType:
+        """Layers have the same tensors."""
+        key = (whole, place)
+        if key not in self._local_types:
+            self._local_types[key] = local_type(whole, Layout(tensor=place), self.degrees, 1)
+        return self._local_types[key]
+
+    @cached_property
+    def _local_types(self) -> dict[tuple[TensorType, Placement], TensorType]:
+        return {}
 
     def gradient_sync(self, name: str) -> list[tuple[str, str, Placement, Placement]]:
         """(collective, axis, from, to) that bring an accumulated gradient to its parameter.

@@ -25,39 +25,45 @@ COMMUNICATORS_BYTES = 1.5 * GIB
 whole A100 in the pipelines of Megatron-DeepSpeed, where both make their own groups."""
 
 
-def peak_bytes(evaluated: Evaluated, cost: CostModel) -> float:
-    """The most that is in use on the fullest stage."""
-    return max(_peaks_bytes(evaluated, cost))
+class DeviceMemory:
+    """Of every stage of a configuration."""
 
+    def __init__(self, evaluated: Evaluated, cost: CostModel) -> None:
+        self._prediction, self._cost = evaluated.prediction, cost
+        update, members = cost.traits.memory.update, zero_members(cost)
+        sizes = [
+            _trainable_elements(evaluated.program, number)
+            for number in range(len(self._prediction.stages))
+        ]
+        self._cached = [update.cached_bytes(of_stage, members) for of_stage in sizes]
+        lives = (update.live_bytes(of_stage, members) for of_stage in sizes)
+        self._peaks = [
+            _state_bytes(stage) + max(_activation_bytes(stage), live)
+            for stage, live in zip(self._prediction.stages, lives, strict=True)
+        ]
 
-def fits(evaluated: Evaluated, cost: CostModel) -> bool:
-    """Whether every stage has room for its peak."""
-    peaks, prediction = _peaks_bytes(evaluated, cost), evaluated.prediction
-    return all(peak <= prediction.capacity_of(rank) for rank, peak in enumerate(peaks))
+    @property
+    def fits(self) -> bool:
+        """Whether every stage has room for its peak."""
+        capacity_of = self._prediction.capacity_of
+        return all(peak <= capacity_of(rank) for rank, peak in enumerate(self._peaks))
 
-
-def _peaks_bytes(evaluated: Evaluated, cost: CostModel) -> list[float]:
-    return [
-        _state_bytes(stage) + max(_activation_bytes(stage), live)
-        for stage, live, _ in _stages(evaluated, cost)
-    ]
-
-
-def reading_bytes(evaluated: Evaluated, cost: CostModel, kind: str) -> float:
-    """What a tool shows: torch's "allocated" or "reserved", else the use of the whole device."""
-    peak = peak_bytes(evaluated, cost)
-    if kind == "allocated":
-        return peak
-    if cost.traits.memory.is_planned:
-        return peak + (CONTEXT_BYTES if kind != "reserved" else 0.0)
-    cached = max(
-        _state_bytes(stage) + _activation_bytes(stage) + held
-        for stage, _, held in _stages(evaluated, cost)
-    )
-    reserved = max(peak, min(cached, cost.capacity_bytes)) * (1 + FRAGMENTATION)
-    if kind == "reserved":
-        return reserved
-    return reserved + CONTEXT_BYTES + COMMUNICATORS_BYTES * max(0, _axes(cost.mesh) - 1)
+    def reading_bytes(self, kind: str) -> float:
+        """What a tool shows of the fullest stage: torch's "allocated" or "reserved", else the use
+        of the whole device."""
+        peak, cost = max(self._peaks), self._cost
+        if kind == "allocated":
+            return peak
+        if cost.traits.memory.is_planned:
+            return peak + (CONTEXT_BYTES if kind != "reserved" else 0.0)
+        cached = max(
+            _state_bytes(stage) + _activation_bytes(stage) + held
+            for stage, held in zip(self._prediction.stages, self._cached, strict=True)
+        )
+        reserved = max(peak, min(cached, cost.capacity_bytes)) * (1 + FRAGMENTATION)
+        if kind == "reserved":
+            return reserved
+        return reserved + CONTEXT_BYTES + COMMUNICATORS_BYTES * max(0, _axes(cost.mesh) - 1)
 
 
 def _axes(mesh: Mesh) -> int:
@@ -70,17 +76,6 @@ def _state_bytes(stage: StageCost) -> int:
 
 def _activation_bytes(stage: StageCost) -> int:
     return stage.saved_bytes + stage.transient_bytes
-
-
-def _stages(evaluated: Evaluated, cost: CostModel) -> list[tuple[StageCost, float, float]]:
-    """Every stage with what its update makes: at one time, and left in the cache."""
-    update, members = cost.traits.memory.update, zero_members(cost)
-    found = []
-    for number, stage in enumerate(evaluated.prediction.stages):
-        sizes = _trainable_elements(evaluated.program, number)
-        live, held = update.live_bytes(sizes, members), update.cached_bytes(sizes, members)
-        found.append((stage, live, held))
-    return found
 
 
 def _trainable_elements(program: Spmd, stage: int) -> list[int]:

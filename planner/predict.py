@@ -14,6 +14,7 @@ from typing import Any
 
 from ir.batch import flow
 from ir.cluster import GIB
+from ir.collector import paused_collector
 from ir.deepen import layer_run
 from ir.errors import UsageError
 from ir.graph import Graph
@@ -23,7 +24,7 @@ from ir.variants import Variant, variants
 from planner.calibrated import PACES, Paces, cost_model
 from planner.candidate import Evaluated, Workload, evaluate_stages
 from planner.cost import CostModel
-from planner.device_memory import fits, reading_bytes
+from planner.device_memory import DeviceMemory
 from planner.fusion import is_fusable
 from planner.habits import Habits
 from planner.pieces import Pieces, pieces, whole
@@ -81,6 +82,7 @@ class Predictor:
     graphs: dict[int, Graph] = field(default_factory=dict)
     shardings: dict[tuple[Any, ...], ShardingResult] = field(default_factory=dict)
 
+    @paused_collector()
     def predict(self, graph: Graph, wanted: Configuration) -> Predicted:
         """The configuration with what it leaves open decided: the fastest that fits.
 
@@ -113,13 +115,13 @@ class Predictor:
         stages = _stages(work, wanted, found, label)
         evaluated = evaluate_stages(work, candidate, found, cost, stages)
         cost_s = evaluated.prediction
-        has_room = fits(evaluated, cost)
-        reading = reading_bytes(evaluated, cost, wanted.memory_kind)
-        if has_room:  # what an allocator caches gives way
+        memory = DeviceMemory(evaluated, cost)
+        reading = memory.reading_bytes(wanted.memory_kind)
+        if memory.fits:  # what an allocator caches gives way
             devices = stage_devices(wanted.cluster, wanted.mesh)
             reading = min(reading, max(device.memory_bytes for device in devices))
         return Predicted(
-            cost_s.step_s, reading / GIB, has_room,
+            cost_s.step_s, reading / GIB, memory.fits,
             cost_s.compute_s, cost_s.exposed_comm_s, cost_s.bubble_s, cost_s.optimizer_s, label,
             traits, evaluated, wanted.cluster.usd_per_hour * cost_s.step_s / 3600,
         )  # fmt: skip

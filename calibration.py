@@ -169,7 +169,7 @@ def _noise(group: Sequence[Row], what: str) -> str:
         return ""
     spread = median(row["spread"] for row in group)
     return (
-        f"{what}: its medians are uncertain by {noise:.0%} (at most {NOISE_LIMIT:.0%}; spread of "
+        f"{what}: its medians are uncertain by {noise:.1%} (at most {NOISE_LIMIT:.0%}; spread of "
         f"repeats {spread:.0%}); the catalogue's value is kept"
     )
 

@@ -7,7 +7,7 @@ the plain model, all ranks in this process, in float64.
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,8 +18,10 @@ from deciding import check_fixed_batch, one_paragraph, pins_of, rows_of, trace_l
 from ir.cluster import Cluster
 from ir.errors import Different, ShardwrightError, UsageError
 from ir.graph import Graph
-from ir.plan import Plan
+from ir.layout import Shard
+from ir.plan import Plan, spmd
 from ir.promote import WIDE, promote
+from ir.spmd import Spmd
 from ir.trace import find_loss
 from planner import plan as plan_graph
 from planner.pins import Pins, check_pins, meshes, read_pins
@@ -43,6 +45,8 @@ from runtime.own_precision import own_precision_error
 from runtime.rounding import NUDGES, nudged
 from runtime.undropped import NothingDropped
 
+SLOW = 1e6
+"""Times slower than a core: what is sent and launched takes no time beside what is computed."""
 EXIT_CODES = {"ok": 0, "refused": 3, "mismatch": 4}
 UNKNOWN: dict[str, Any] = dict.fromkeys(("status", "plan", *ERRORS, "worst", "reason"))
 MOST_RANKS = 128
@@ -71,10 +75,11 @@ def check(
     """Compare the program of a plan with the plain model, all ranks in this process, in float64.
 
     Without a mesh degree in `pin`, one result for every (pipeline, data, tensor) whose product is
-    `devices`. A result has status ("ok", "mismatch" or "refused"), plan, loss_rel_err,
-    grad_rel_err, param_rel_err, worst and reason. Raises `UsageError` for pins that make no sense.
+    `devices`, planned for devices so slow that the tensor axis cuts all that it can. A result has
+    status ("ok", "mismatch" or "refused"), plan, loss_rel_err, grad_rel_err, param_rel_err, worst
+    and reason. Raises `UsageError` for pins that make no sense.
     """
-    cluster = devices if isinstance(devices, Cluster) else Cluster.local(devices)
+    cluster = devices if isinstance(devices, Cluster) else _eager(Cluster.local(devices))
     if cluster.n_devices > MOST_RANKS:
         raise UsageError(
             f"check runs every rank as a thread of this process: at most {MOST_RANKS}, not "
@@ -207,10 +212,34 @@ class _Checker:
             why = one_paragraph(error) + wider
             return UNKNOWN | {"status": "refused", "plan": asked, "reason": why}
         said = found.to_json()
-        reason = said["reason"] or note or None
+        reason = said["reason"] or "; ".join(filter(None, (note, self._left_out(chosen, cluster))))
         return UNKNOWN | said | {
-            "status": found.status, "plan": str(chosen.mesh), "reason": reason
+            "status": found.status, "plan": str(chosen.mesh), "reason": reason or None
         }  # fmt: skip
+
+    def _left_out(self, chosen: Plan, cluster: Cluster) -> str:
+        """What a comparison does not show, though it was asked for."""
+        mesh, said = chosen.mesh, []
+        if mesh.size < cluster.n_devices:
+            said.append(f"{cluster.n_devices - mesh.size} of {cluster.n_devices} ranks idle")
+        if mesh.tensor > 1 and not _cuts_tensors(spmd(self.graph, chosen)):
+            said.append("nothing is cut on the tensor axis: its ranks repeat each other")
+        return ", ".join(said)
+
+
+def _eager(cluster: Cluster) -> Cluster:
+    """With devices so slow that whatever a plan can cut is worth cutting."""
+    device = cluster.device
+    peaks = tuple((dtype, rate / SLOW) for dtype, rate in device.peaks)
+    bandwidth = device.memory_bandwidth_bytes_per_s / SLOW
+    return replace(
+        cluster, device=replace(device, peaks=peaks, memory_bandwidth_bytes_per_s=bandwidth)
+    )
+
+
+def _cuts_tensors(program: Spmd) -> bool:
+    layouts = (layout for block in program.lowered for layout in block.layouts.values())
+    return any(isinstance(layout.tensor, Shard) for layout in layouts)
 
 
 def _is_narrow(graph: Graph) -> bool:

@@ -177,6 +177,17 @@ def one_paragraph(error: BaseException | str) -> str:
     return " ".join(str(error).split())
 
 
+class Joined(argparse.Action):
+    """A comma-separated list that may be given in parts: none of them is forgotten."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+        option_string: str | None = None,
+    ) -> None:  # fmt: skip
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
+
+
 MODEL = (
     "FILE.py:build (a function that returns model, args, kwargs; optional loss(output) beside it), "
     "hf:PATH/config.json, or hf:NAME such as hf:llama-3-8b"
@@ -194,7 +205,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--cluster": {"type": filled, "metavar": "SPEC", "help": CLUSTER},
     "--global-batch": {"type": count, "metavar": "N", "help": "rows of a step, over all devices"},
     "--micro-batches": {"type": count, "metavar": "M", "help": "fix the pieces of a step"},
-    "--pin": {"type": filled, "metavar": "KEY=VALUE,...", "help": PIN},
+    "--pin": {"type": filled, "action": Joined, "metavar": "KEY=VALUE,...", "help": PIN},
     "--time-limit": {
         "type": seconds, "metavar": "SECONDS",
         "help": "end the search, which begins after the model is traced, then: with the best plan "

@@ -15,6 +15,7 @@ from deciding import (
     DECISIONS,
     FLAGS,
     MODEL,
+    Joined,
     ask,
     call_arguments,
     cluster_of,
@@ -169,9 +170,9 @@ def add_explain_command(commands: Any) -> None:
     for flag in (*DECISIONS, "--plan"):
         command.add_argument(flag, **FLAGS[flag])
     why_not = "only what these decisions would cost, such as tensor=4 or schedule=gpipe,zero=1"
-    command.add_argument("--why-not", metavar="KEY=VALUE,...", help=why_not)
+    command.add_argument("--why-not", action=Joined, metavar="KEY=VALUE,...", help=why_not)
     what_if = f"only what a change of the cluster would bring: {FORMS}"
-    command.add_argument("--what-if", metavar="KEY=VALUE,...", help=what_if)
+    command.add_argument("--what-if", action=Joined, metavar="KEY=VALUE,...", help=what_if)
     command.add_argument(
         "--time-limit", type=seconds, default=TIME_LIMIT_S, metavar="SECONDS",
         help="all planning ends then; what was not tried is said (default %(default)s)",

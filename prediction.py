@@ -158,9 +158,10 @@ def summary(records: Sequence[Mapping[str, str]]) -> str:
         return f"{len(records)} rows predicted, none refused"
     words = [error.partition(":")[0].partition("=")[0].strip() for error in errors]
     counts = sorted({w: words.count(w) for w in words}.items(), key=lambda pair: -pair[1])
-    why = ", ".join(f"{word} {count}" for word, count in counts[:MOST_REASONS])
-    if more := sum(count for _, count in counts[MOST_REASONS:]):
-        why += f", and {more} for {len(counts) - MOST_REASONS} other reasons"
+    named = MOST_REASONS if len(counts) > MOST_REASONS + 1 else len(counts)
+    why = ", ".join(f"{word} {count}" for word, count in counts[:named])
+    if more := sum(count for _, count in counts[named:]):
+        why += f", and {more} for {len(counts) - named} other reasons"
     return f"{len(records) - len(errors)} rows predicted, {len(errors)} refused ({why})"
 
 
@@ -171,10 +172,14 @@ def predict_command(options: argparse.Namespace) -> int:
     if options.explain:
         if options.out:
             raise UsageError("--out: --explain prints one row and writes no table. Leave one out.")
-        chosen = next((row for row in rows if row.get("id") == options.explain), None)
-        if chosen is None:
-            raise UsageError(f"{options.rows} has no row with the id {options.explain!r}")
-        found = predict_row(Predictor(), chosen, RowGraphs(), cluster)
+        chosen = [row for row in rows if row.get("id") == options.explain]
+        if len(chosen) != 1:
+            count = len(chosen) or "no"
+            raise UsageError(
+                f"{options.rows} has {count} row{'s' if chosen else ''} with the id "
+                f"{options.explain!r}; --explain needs one"
+            )
+        found = predict_row(Predictor(), chosen[0], RowGraphs(), cluster)
         told = record(options.explain, found) | {"explanation": explain_json(found)}
         print(json.dumps(told) if options.json else explain(found))
         return 0

@@ -70,6 +70,16 @@ def test_plan_prints_saves_and_reads_back(command, model, tmp_path):
     assert out.strip() == str(saved).strip()
 
 
+def test_pins_may_come_in_parts(command, model, tmp_path):
+    """The last one had stood for all of them."""
+    asked = "plan", model, "--cluster", "local:4", "--json", "--pin", "pipeline=2"
+    code, out, _ = command(*asked, "--pin", "data=2")
+    mesh = json.loads(out)["mesh"]
+    assert code == 0 and (mesh["pipeline"], mesh["data"]) == (2, 2)
+    code, _, error = command(*asked, "--pin", "pipeline=1")
+    assert code == 2 and "names pipeline twice" in error
+
+
 def test_plan_writes_the_timeline_of_a_step(command, model, tmp_path):
     file = tmp_path / "trace.json"
     asked = ("plan", model, "--cluster", "local:2", "--pin", "pipeline=2", "--trace", file)
@@ -130,6 +140,27 @@ def test_check_of_one_split(command, model):
     code, out, _ = command("check", model, "--devices", 2, "--pin", "tensor=2", "--json")
     assert code == 0
     assert set(json.loads(out)) == set(checking.UNKNOWN)
+
+
+def test_check_cuts_small_models_too(command, model, monkeypatch):
+    """For cores as they are, repeating so little on both ranks would be faster."""
+    programs = []
+    cuts = checking._cuts_tensors
+    monkeypatch.setattr(checking, "_cuts_tensors", lambda p: programs.append(p) or cuts(p))
+    code, out, _ = command("check", model, "--devices", 2, "--pin", "tensor=2")
+    assert code == 0 and "is cut" not in out and "idle" not in out
+    (program,) = programs
+    weights = {name: program.state_type(name).shape for name in program.state}
+    assert any(8 in shape and 16 not in shape for shape in weights.values()), weights
+
+
+def test_check_says_what_it_does_not_show(command, model, tmp_path):
+    odd = tmp_path / "odd.py"
+    odd.write_text(TINY.replace("8, 16", "7, 5").replace("16, 8", "5, 7").replace("12, 8", "9, 7"))
+    code, out, _ = command("check", f"{odd}:build", "--devices", 2, "--pin", "tensor=2")
+    assert code == 0 and "nothing is cut on the tensor axis: its ranks repeat each other" in out
+    code, out, _ = command("check", model, "--devices", 4, "--pin", "pipeline=2,data=1,tensor=1")
+    assert code == 0 and "2 of 4 ranks idle" in out
 
 
 def test_numbers_that_differ_exit_with_4(command, model, monkeypatch):

@@ -64,6 +64,10 @@ def test_a_file_that_is_no_table_or_an_unknown_row_is_refused(table, tmp_path, c
     other.write_text("a,b\n1,2\n")
     assert shardwright.main(["predict", str(other), "--out", str(tmp_path / "p.csv")]) == 2
     assert shardwright.main(["predict", str(table), "--explain", "nobody"]) == 2
+    double = tmp_path / "double.csv"
+    double.write_text(table.read_text() + table.read_text().partition("\n")[2])
+    assert shardwright.main(["predict", str(double), "--explain", "x"]) == 2
+    assert "has 2 rows with the id 'x'" in capsys.readouterr().err
     assert shardwright.main(["predict", str(table)]) == 2
     assert shardwright.main(["predict", str(tmp_path / "none.csv"), "--json"]) == 2
 

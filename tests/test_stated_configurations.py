@@ -91,6 +91,7 @@ def test_a_summary_says_how_many_reasons_it_leaves_out():
     assert summary(records) == (
         "1 rows predicted, 8 refused (a 2, b 1, c 1, d 1, e 1, and 2 for 2 other reasons)"
     )
+    assert summary(records[:-2]) == "0 rows predicted, 7 refused (a 2, b 1, c 1, d 1, e 1, f 1)"
 
 
 @pytest.fixture

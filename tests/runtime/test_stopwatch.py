@@ -69,4 +69,4 @@ def test_all_ranks_decide_by_the_same_rows() -> None:
         return [list(values), [3 * value for value in values]]
 
     watch = Stopwatch(block_s=0.01, budget_s=1.0, blocks=5, clock=clock, agree=both)
-    assert watch.time(call).seconds == pytest.approx(0.04)
+    assert watch.time(call).seconds == pytest.approx(0.06)  # of the slowest rank

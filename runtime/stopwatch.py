@@ -4,7 +4,7 @@ Input: a callable. Output: a `Sample`, the median over blocks of calls and how u
 ranks of a group time the same call at the same moment: each block has as many calls on every rank,
 and all decide together whether to go on. A block takes what it took on the slowest rank, since a
 step waits for that: on two cores of a shared machine 1.1 times the mean. What stays uncertain is
-the reader to leave out.
+for the reader to leave out.
 """
 
 import time

@@ -33,7 +33,7 @@ class OffloadChoice:
 
     def __init__(self, pinned: str | None, least: LeastCosts) -> None:
         self.pinned, self.least = pinned, least
-        self.most = MOST_INSTEAD
+        self.most, self.is_beside = MOST_INSTEAD, False
         self.tried: dict[Candidate, bool] = {}
         self.roomy: set[Candidate] = set()
         self.worth: dict[Candidate, ByteWorth] = {}
@@ -55,7 +55,7 @@ class OffloadChoice:
         if found is not None:
             if found.candidate in self.roomy:
                 return []
-            self.most = MOST_BESIDE
+            self.most, self.is_beside = MOST_BESIDE, True
             fitting = {_order(tried) for tried, fits in self.tried.items() if fits}
             candidates = [c for c in candidates if c in self.tried and _order(c) in fitting]
         return [replace(c, offload=word) for c in candidates for word in self.words[1:]]
@@ -82,6 +82,11 @@ class OffloadChoice:
         has_room = any(near in self.roomy for near in less[: self.words.index(candidate.offload)])
         tried = sum(other.offload == candidate.offload for other in self.tried)
         return has_room or self._loses(candidate) or (has_plan and tried >= self.most)
+
+    def is_spare(self, candidate: Candidate) -> bool:
+        """Whether it need not even be bounded: beside a plan without offload, whose bound is of
+        such plans alone."""
+        return self.is_beside and self.is_enough(candidate, has_plan=True)
 
     def _loses(self, candidate: Candidate) -> bool:
         """Whether copies take longer than what they free saves, at what it is worth in the plan of

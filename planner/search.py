@@ -244,7 +244,7 @@ class Search:
                 break  # a closer bound shows nothing
             entry = heapq.heappop(queue)
             bound_s, _, level, candidate = entry
-            if level < LEVELS:
+            if level < LEVELS and not self.offload.is_spare(candidate):
                 return entry, left_s
             if self._is_too_large(candidate):
                 left_s = min(left_s, self._unproven_s(candidate, bound_s))

@@ -14,7 +14,7 @@ from math import inf
 from ir.errors import Refused
 from planner.byte_price import ByteWorth, byte_worth, recomputed_share, whole_price_s
 from planner.calibrated import cost_model
-from planner.candidate import Evaluated, TooSlow, Workload, evaluate
+from planner.candidate import Evaluated, TooSlow, Workload, evaluate, improve
 from planner.offload import HostFull
 from planner.pieces import Pieces
 from planner.pins import Candidate
@@ -75,6 +75,11 @@ class Attempts:
         """First as if a byte cost nothing; if it does not fit so, with as few as it can; then under
         prices between, and at what a byte turns out to be worth."""
         return _Attempt(self, candidate, best_s).run()
+
+    def improved(self, found: Evaluated) -> Evaluated:
+        """The best plan, or a faster one with the same stages."""
+        mesh = found.candidate.mesh
+        return improve(self.work, found, cost_model(self.supply.cluster_of(found.candidate), mesh))
 
     def shortage(self, candidate: Candidate, state_bytes: float, devices: int) -> Refused:
         """Why a candidate does not fit, on one of so many devices; `state_bytes`: of a device that

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf
+from operator import add
 from typing import overload
 
 from ir.errors import Refused
@@ -74,6 +75,16 @@ def evaluate(
         return _Evaluation(work, candidate, replace(found, menus=near), cost).run(limit_s)
 
 
+def improve(work: Workload, found: Evaluated, cost: CostModel) -> Evaluated:
+    """The same, or a faster one: what blocks keep is chosen for the step where ranks have several
+    stages."""
+    if found.candidate.virtual_stages == 1:
+        return found
+    other = _Evaluation(work, found.candidate, found.pieces, cost).improved(found)
+    fits = min(other.left_bytes) >= 0
+    return other if fits and other.prediction.step_s < found.prediction.step_s else found
+
+
 def evaluate_stages(
     work: Workload, candidate: Candidate, found: Pieces, cost: CostModel, assignment: Assignment
 ) -> Evaluated:  # fmt: skip
@@ -107,7 +118,7 @@ class _Evaluation(StagePrices):
 
     def _smallest(self) -> Evaluated | None:
         """The stages of least memory, if they fit."""
-        problem = self._problem()
+        problem = self._problem
         assignment = least_assignment(problem)
         estimates = [stage_memory(problem, s, stage) for s, stage in enumerate(assignment)]
         ranks = self.candidate.mesh.pipeline
@@ -153,19 +164,37 @@ class _Evaluation(StagePrices):
         """In so much memory of each rank."""
         if self.candidate.virtual_stages > 1:
             return self._interleaving.plan(rooms_bytes)
-        return plan_stages(replace(self._problem(), capacity_bytes=tuple(rooms_bytes)))
+        return plan_stages(replace(self._problem, capacity_bytes=tuple(rooms_bytes)))
 
     @cached_property
     def _interleaving(self) -> Interleaving:
-        return Interleaving(self._problem(), self.candidate.mesh.pipeline)
+        return Interleaving(self._problem, self.candidate.mesh.pipeline)
 
     def given(self, assignment: Assignment) -> Evaluated:
         """The stages as they are given; runs and points count as in `runs` and the menus."""
-        plan = price(self._problem(), assignment)
+        plan = price(self._problem, assignment)
         program, stages = self._placed(plan)
         prediction = self.prediction(program, plan.bound_s)
         used = _with_used_points(program)
         return Evaluated(self.candidate, self.found, used, stages, prediction)
+
+    def improved(self, found: Evaluated) -> Evaluated:
+        """Of a fitting one; in what it fills as the stage problem counts, and what it leaves."""
+        plan = price(self._problem, self._assignment(found))
+        rooms = map(add, self._filled_bytes(plan), found.left_bytes)
+        return self.given(self._interleaving.improved(plan.assignment, tuple(rooms)))
+
+    def _assignment(self, found: Evaluated) -> Assignment:
+        """The stages as the stage problem has them."""
+        run_of = {call: r for r, (_, calls) in enumerate(self.runs) for call in calls}
+        labels = [[point.label for point in menu] for menu in self.found.menus]
+        return tuple(
+            tuple(
+                Choice(run_of[p.first], labels[self.variant_of[p.first]].index(p.keep), p.count)
+                for p in placed
+            )
+            for placed in found.stages
+        )
 
     def _check_host(self, prediction: Prediction) -> None:
         host_bytes = [stage.host_bytes for stage in prediction.stages]
@@ -174,10 +203,11 @@ class _Evaluation(StagePrices):
 
     def least(self) -> Evaluated:
         """The stages of least memory."""
-        return self.given(least_assignment(self._problem()))
+        return self.given(least_assignment(self._problem))
 
     # the stage problem
 
+    @cached_property
     def _problem(self) -> StageProblem:
         ranks, owners = self.candidate.mesh.pipeline, self._owners()
         runs = self._all_runs(owners)
@@ -277,9 +307,12 @@ class _Evaluation(StagePrices):
         blocks, last = len(self.work.graph.calls), self.candidate.stages - 1
         if are_alike(blocks, self._handed(0)):
             return ()
-        handed = [self._handed(stage) for stage in range(last)]
-        known = {sends: stage_sends(blocks, sends) for sends in dict.fromkeys(handed)}
-        made = [known[sends] for sends in handed]
+        ranks, known = self.candidate.mesh.pipeline, dict[tuple[int, bool], StageSends]()
+        for stage in range(last):
+            if (stage % ranks, stage < ranks) not in known:
+                found = stage_sends(blocks, self._handed(stage))
+                known[stage % ranks, stage < ranks] = found
+        made = [known[stage % ranks, stage < ranks] for stage in range(last)]
         return (*made, made[-1])
 
     def _handed(self, stage: int) -> tuple[Handed, ...]:

@@ -12,7 +12,7 @@ together. No bound is proven.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -24,10 +24,12 @@ import numpy as np
 from ir.errors import Refused
 from ir.schedules import Held
 from planner.interleaved_cuts import Cuts, first_cuts, least_of
+from planner.kept_descent import Block, improved
 from planner.longest_way import longest_way_s
 from planner.schedule import StageTime
 from planner.stage_points import TOUCH, HeldRun, StagePoints, held_run, stage_points
 from planner.stage_problem import (
+    Assignment,
     Choice,
     Point,
     StagePlan,
@@ -69,6 +71,17 @@ class Interleaving:
             virtual = problem.stages // self.ranks
             raise Refused(memory_message(replace(problem, capacity_bytes=(*shares,) * virtual)))
         return price(problem, choices)
+
+    def improved(self, assignment: Assignment, rooms_bytes: Sequence[float]) -> Assignment:
+        """With what blocks keep chosen for the step, in so much room on each rank."""
+
+        def fits(rank: int, blocks: Sequence[Block]) -> bool:
+            runs, present = self.problem.runs_at(rank), {run for _, run, _ in blocks}
+            chosen = [(place, 1, runs[run].points[point]) for place, run, point in blocks]
+            room = rooms_bytes[rank] - self._descent.copies_bytes(present)
+            return self._descent.most_bytes(rank, chosen)[0] <= room
+
+        return improved(self.problem, self.ranks, assignment, fits)
 
     def filled_bytes(self, plan: StagePlan) -> list[float]:
         """Of each rank, at its fullest moment."""
@@ -237,8 +250,7 @@ class _Descent:
         that does not end, it is chosen for a moment at which every stage is at its fullest."""
         problem = self.problem
         present = {r for content in contents for r, _ in content}
-        copies = sum(size for i, j, size in problem.tied if j in present and i not in present)
-        whole = room = self.rooms[rank] - copies
+        whole = room = self.rooms[rank] - self.copies_bytes(present)
         moments: list[Moment] = []
         for _ in range(TRIES):
             mean = _mean(moments) if moments else problem.moments[rank][-1]
@@ -257,6 +269,11 @@ class _Descent:
             for held in zip(*problem.moments[rank], strict=True)
         ]
         return stage_points(self._runs(rank, contents, each), whole, gap)
+
+    def copies_bytes(self, present: Collection[int]) -> float:
+        """Of tied state on a rank with these runs."""
+        tied = self.problem.tied
+        return sum(size for i, j, size in tied if j in present and i not in present)
 
     def _runs(
         self, rank: int, contents: tuple[Content, ...], moment: Sequence[Held]

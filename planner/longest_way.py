@@ -28,13 +28,32 @@ def longest_way_s(
 ) -> _Seconds:
     """[k]: of each of k settings. `seconds`: [k, stages, 2], forward and whole backward."""
     waves = _waves(schedule, ranks, micro_batches, virtual_stages)
+    found: _Seconds = _ends(waves, seconds).max(axis=0)
+    return found
+
+
+def visits(
+    schedule: str, ranks: int, micro_batches: int, virtual_stages: int, seconds: _Seconds
+) -> NDArray[np.int64]:
+    """[stages, 2]: how often the longest way comes through every stage, forward and backward;
+    `seconds` of one setting."""
+    waves = _waves(schedule, ranks, micro_batches, virtual_stages)
+    end = _ends(waves, seconds[None])[:, 0]
+    found, at = np.zeros(seconds.size, dtype=np.int64), int(end.argmax())
+    while at >= 0:
+        found[waves.what[at]] += 1
+        at = max(int(waves.same_rank[at]), int(waves.elsewhere[at]), key=lambda n: end[n])
+    return found.reshape(seconds.shape)
+
+
+def _ends(waves: _Waves, seconds: _Seconds) -> _Seconds:
+    """[action, k]: when actions end; the last row is of no action, and 0."""
     each = seconds.reshape(len(seconds), -1).T
-    end = np.zeros((len(waves.what) + 1, len(seconds)))  # of the last row nothing ever ends later
+    end = np.zeros((len(waves.what) + 1, len(seconds)))
     for start, stop in waves.spans:
         before = np.maximum(end[waves.same_rank[start:stop]], end[waves.elsewhere[start:stop]])
         end[start:stop] = before + each[waves.what[start:stop]]
-    found: _Seconds = end.max(axis=0)
-    return found
+    return end
 
 
 @dataclass(frozen=True)

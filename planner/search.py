@@ -351,6 +351,7 @@ class Search:
         return attempts.shortage(smallest, state.bytes_of(alone), self.cluster.n_devices)
 
     def _bounded(self, found: Evaluated, bound_s: float) -> Evaluated:
+        found = found if monotonic() > self.deadline else self.attempts.improved(found)
         bound_s = min(bound_s, found.prediction.step_s)
         return replace(found, prediction=replace(found.prediction, bound_s=bound_s))
 

@@ -31,7 +31,7 @@ def test_a_steady_curve_is_kept() -> None:
 def test_a_noisy_curve_is_left_out_and_named() -> None:
     found, left_out = timings_of([row(512, 3.0, 0.4), row(4096, 9.0, 0.3)], 2, 1)
     assert found["kernels"] == []
-    assert "exp" in left_out[0] and "35%" in left_out[0] and "catalogue" in left_out[0]
+    assert "exp" in left_out[0] and "35.0%" in left_out[0] and "catalogue" in left_out[0]
 
 
 def test_a_curve_that_time_cut_short_is_left_out() -> None:

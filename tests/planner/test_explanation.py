@@ -263,7 +263,7 @@ def test_a_batch_that_keeps_degrees_out_is_a_constraint() -> None:
 
 def test_nothing_is_begun_after_the_time_limit() -> None:
     now = iter(range(1000))
-    trials = Trials(planning_of(chain()), 2, clock=lambda: float(next(now)))
+    trials = Trials(planning_of(chain()), 400, clock=lambda: 200.0 * next(now))
     told = explain_request(Request(LOCAL, 8, {"pipeline": 1, "data": 1}), trials)
     assert told.plan is not None
     left = [item for item in told.alternatives if item.outcome is None]

@@ -76,11 +76,14 @@ def evaluate(
 
 
 def improve(work: Workload, found: Evaluated, cost: CostModel) -> Evaluated:
-    """The same, or a faster one: what blocks keep is chosen for the step where ranks have several
-    stages."""
+    """The same, or a faster one that fits: what blocks keep is chosen for the step where ranks have
+    several stages."""
     if found.candidate.virtual_stages == 1:
         return found
-    other = _Evaluation(work, found.candidate, found.pieces, cost).improved(found)
+    try:
+        other = _Evaluation(work, found.candidate, found.pieces, cost).improved(found)
+    except HostFull:
+        return found
     fits = min(other.left_bytes) >= 0
     return other if fits and other.prediction.step_s < found.prediction.step_s else found
 
@@ -182,7 +185,9 @@ class _Evaluation(StagePrices):
         """Of a fitting one; in what it fills as the stage problem counts, and what it leaves."""
         plan = price(self._problem, self._assignment(found))
         rooms = map(add, self._filled_bytes(plan), found.left_bytes)
-        return self.given(self._interleaving.improved(plan.assignment, tuple(rooms)))
+        other = self.given(self._interleaving.improved(plan.assignment, tuple(rooms)))
+        self._check_host(other.prediction)
+        return other
 
     def _assignment(self, found: Evaluated) -> Assignment:
         """The stages as the stage problem has them."""

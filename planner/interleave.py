@@ -12,7 +12,7 @@ together. No bound is proven.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -73,13 +73,13 @@ class Interleaving:
         return price(problem, choices)
 
     def improved(self, assignment: Assignment, rooms_bytes: Sequence[float]) -> Assignment:
-        """With what blocks keep chosen for the step, in so much room on each rank."""
+        """With what blocks keep chosen for the step, in so much room on each rank beside copies of
+        tied state."""
 
         def fits(rank: int, blocks: Sequence[Block]) -> bool:
-            runs, present = self.problem.runs_at(rank), {run for _, run, _ in blocks}
+            runs = self.problem.runs_at(rank)
             chosen = [(place, 1, runs[run].points[point]) for place, run, point in blocks]
-            room = rooms_bytes[rank] - self._descent.copies_bytes(present)
-            return self._descent.most_bytes(rank, chosen)[0] <= room
+            return self._descent.most_bytes(rank, chosen)[0] <= rooms_bytes[rank]
 
         return improved(self.problem, self.ranks, assignment, fits)
 
@@ -250,7 +250,8 @@ class _Descent:
         that does not end, it is chosen for a moment at which every stage is at its fullest."""
         problem = self.problem
         present = {r for content in contents for r, _ in content}
-        whole = room = self.rooms[rank] - self.copies_bytes(present)
+        copies = sum(size for i, j, size in problem.tied if j in present and i not in present)
+        whole = room = self.rooms[rank] - copies
         moments: list[Moment] = []
         for _ in range(TRIES):
             mean = _mean(moments) if moments else problem.moments[rank][-1]
@@ -269,11 +270,6 @@ class _Descent:
             for held in zip(*problem.moments[rank], strict=True)
         ]
         return stage_points(self._runs(rank, contents, each), whole, gap)
-
-    def copies_bytes(self, present: Collection[int]) -> float:
-        """Of tied state on a rank with these runs."""
-        tied = self.problem.tied
-        return sum(size for i, j, size in tied if j in present and i not in present)
 
     def _runs(
         self, rank: int, contents: tuple[Content, ...], moment: Sequence[Held]

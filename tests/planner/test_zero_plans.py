@@ -218,7 +218,7 @@ def test_the_stage_problem_prices_what_the_prediction_does(graph: Graph, zero: i
         graph, batch_flow, kinds, unsharded(graph, kinds), candidate.degrees, COST,
         best_menu("none"),
     )  # fmt: skip
-    problem = _Evaluation(work, candidate, found, COST)._problem()
+    problem = _Evaluation(work, candidate, found, COST)._problem
     stages = plan_stages(dataclasses.replace(problem, capacity_bytes=(2.0**30,) * problem.stages))
     prediction = evaluate(work, candidate, found, COST).prediction
     assert stages.step_s == pytest.approx(prediction.step_s)

@@ -52,6 +52,7 @@ def orderly_end(*, is_whole_process: bool = False) -> Iterator[None]:
     finally:
         watch.is_over = True
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # forgets one that is on its way
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if is_whole_process else handler)
         sys.unraisablehook = hook
@@ -76,8 +77,9 @@ class _Watch:
         """The first signal counts; a further one only helps it along."""
         if self.exit_code is None:
             self.exit_code = EXIT_CODES[signal.Signals(number)]
-            sys.unraisablehook = _say_nothing  # a destructor's loss of it is told as one
-            signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
+            if not self.is_over:  # afterwards nobody would look, and the timer would be fatal
+                sys.unraisablehook = _say_nothing  # a destructor's loss of it is told as one
+                signal.setitimer(signal.ITIMER_REAL, AGAIN_S, AGAIN_S)
         self.look(number, frame)
 
     def look(self, number: int, frame: FrameType | None) -> None:
@@ -108,8 +110,17 @@ def _is_handled() -> bool:
 def held_interrupts() -> Iterator[None]:
     """Ctrl-C inside counts when this is left. Processes that are started inside never hear of it:
     a terminal tells it to all, and ending them is the matter of the one that started them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    came: list[int] = []
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # children inherit this
+    handler = signal.getsignal(signal.SIGINT)
+    is_heard = threading.current_thread() is threading.main_thread() and callable(handler)
+    if is_heard:  # another thread may take the signal, and the handler would run in this one
+        signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if is_heard:
+            signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if came:
+            signal.raise_signal(signal.SIGINT)

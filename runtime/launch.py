@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, TypeAlias
@@ -83,8 +83,7 @@ class _Processes:
 
     def start(self, command: Sequence[str], rank: int, env: Mapping[str, str]) -> None:
         """Starts a rank in a session of its own, so that its children can be ended with it."""
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:  # no Ctrl-C before the process is known to `__exit__`
+        with _held_interrupts():  # until the process is known to `__exit__`
             process = self._running[rank] = subprocess.Popen(
                 list(command),
                 env=dict(env),
@@ -97,8 +96,6 @@ class _Processes:
             self._last_lines[rank] = deque(maxlen=LAST_LINES)
             assert process.stderr is not None  # it is a pipe
             self._pumps[rank] = _start_thread(self._pump, rank, process.stderr)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
         _start_thread(self._watch, rank, process)
 
     def wait(self) -> None:
@@ -216,6 +213,26 @@ def _signal_session(process: "subprocess.Popen[str]", number: signal.Signals) ->
     """Signals a process and its children, unless it has just ended by itself."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
+
+
+@contextlib.contextmanager
+def _held_interrupts() -> Iterator[None]:
+    """As `ir.interrupts.held_interrupts`, which no emitted program has: Ctrl-C inside counts when
+    this is left, also where another thread takes it, and the started process never hears of it."""
+    came: list[int] = []
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler = signal.getsignal(signal.SIGINT)
+    is_heard = threading.current_thread() is threading.main_thread() and callable(handler)
+    if is_heard:
+        signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        if is_heard:
+            signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _exit_on_termination() -> Handler:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 
@@ -11,12 +12,24 @@ import pytest
 
 from ir import interrupts
 from ir.interrupts import INTERRUPTED, TERMINATED, Ended, held_interrupts, orderly_end
+from runtime import launch
 
 WAIT_S = 20.0
 
 
 def interrupt(number: int = signal.SIGINT) -> None:
     os.kill(os.getpid(), number)
+
+
+def interrupt_another_thread() -> None:
+    """The system gives a process's signal to any thread that has it not blocked."""
+    done = threading.Event()
+    other = threading.Thread(target=done.wait, daemon=True)
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    other.start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.pthread_kill(other.ident, signal.SIGINT)
+    done.set()
 
 
 def wait() -> None:
@@ -131,14 +144,51 @@ def test_handlers_are_afterwards_as_before_and_an_ignored_signal_stays_ignored()
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
-def test_a_held_interrupt_counts_afterwards_and_children_never_hear_of_it():
+@pytest.mark.parametrize("send", [interrupt, interrupt_another_thread])
+def test_a_held_interrupt_counts_afterwards_and_children_never_hear_of_it(send):
     sleeper = [sys.executable, "-c", "input(); print('well')"]
+    is_left = False
     with pytest.raises(Ended), orderly_end():
         with held_interrupts():
             child = subprocess.Popen(
                 sleeper, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
-            interrupt()
+            send()
             child.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+            is_left = True
         raise AssertionError("the interrupt came to nothing")
+    assert is_left
     assert child.communicate("\n", timeout=WAIT_S)[0] == "well\n"
+
+
+def test_a_rank_is_known_before_an_interrupt_counts(monkeypatch):
+    """Else nobody would end it."""
+    start = subprocess.Popen
+
+    def interrupted(*args, **options):
+        process = start(*args, **options)
+        interrupt_another_thread()
+        time.sleep(0.05)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    ranks = launch._Processes()
+    with pytest.raises(KeyboardInterrupt), ranks:
+        ranks.start([sys.executable, "-c", "import time; time.sleep(60)"], 0, os.environ)
+    assert ranks._running[0].returncode == -signal.SIGTERM
+
+
+def test_a_signal_that_is_seen_as_the_block_ends_starts_no_timer(monkeypatch):
+    """It would end the process when the handler of its alarm is gone."""
+    stop = signal.setitimer
+
+    def stop_and_interrupt(*times):
+        stop(*times)
+        monkeypatch.undo()
+        interrupt()
+
+    with pytest.raises(Ended), orderly_end():
+        monkeypatch.setattr(signal, "setitimer", stop_and_interrupt)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -167,8 +168,7 @@ class _Builder:
         """Everything but what is in members of families."""
         examples = [leaf.example(self.factor) for leaf in self.leaves]
         dims = [{0: BATCH} if leaf.rows is not None else {} for leaf in self.leaves]
-        with self.recorder.installed("opaque"):
-            top = capture(self.step, examples, dims)
+        top = self._top(examples, dims)
         self.input_types = [tensor_type(leaf.tensor, {}) for leaf in self.leaves]
         for node in top.graph.nodes:
             if node.name in top.inputs:
@@ -178,6 +178,23 @@ class _Builder:
                 if not any(isinstance(s, sympy.Basic) for s in kind.shape):
                     self._static(self.leaves[index], index)
         return top
+
+    def _top(self, examples: list[Tensor], dims: list[dict[int, Any]]) -> Capture:
+        """Each parameter that export sees takes it milliseconds: those inside of members, which
+        nothing else was seen to read, are hidden from it. One that is read all the same would
+        become a constant; where there are constants, it is to see all."""
+        if self.recorder.hidden:
+            with suppress(CaptureError):
+                top = self._exported(examples, dims, self.recorder.hidden)
+                if not top.constants:
+                    return top
+        return self._exported(examples, dims, ())
+
+    def _exported(
+        self, examples: list[Tensor], dims: list[dict[int, Any]], hidden: tuple[str, ...]
+    ) -> Capture:
+        with self.recorder.installed("opaque"), self.step.hiding(hidden):
+            return capture(self.step, examples, dims)
 
     def _static(self, leaf: Leaf, index: int) -> None:
         if leaf.rows is not None and index == 0:
@@ -194,6 +211,8 @@ class _Builder:
     def _lay_out(self, top: Capture) -> list[str]:
         """Names every graph-level value and lists the pieces; returns the output values."""
         values: dict[fx.Node, str] = {}
+        for name, _ in named_state(self.step.model):
+            self._state(name)
         for node in top.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 values[node] = self._origin(node, top, "model.")

@@ -125,6 +125,30 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
 
 
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, notes which tensors operations read or write, but not while it is paused."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors: dict[int, Tensor] = {}
+        self.is_paused = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.is_paused:
+            self.tensors |= {id(x): x for x in _tensors(flatten((args, kwargs))[0])}
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+
 @dataclass
 class Record:
     """One call of a folded member: how it was called, what it ran and what came out."""
@@ -227,6 +251,9 @@ class Recorder:
         self.known: dict[Any, Record] = {}
         self.position = 0
         self.phase = "record"
+        self.reads = Reads()
+        self.hidden: tuple[str, ...] = ()
+        """Members whose own tensors only they use; export need not see those."""
 
     @contextmanager
     def installed(self, phase: str) -> Iterator[None]:
@@ -286,7 +313,8 @@ class Recorder:
         twin = next((r for r in self.records if r.variant == record.variant), record)
         if not twin.output_sizes:
             args, kwargs = unflatten(leaves, spec)
-            outputs = _tensors(flatten(forward(*args, **kwargs))[0])
+            with self.reads.paused():
+                outputs = _tensors(flatten(forward(*args, **kwargs))[0])
             twin.input_sizes = _pairs(record.inputs, _tensors(leaves))
             twin.output_sizes = _pairs(_tensors(record.out_leaves), outputs)
         record.input_sizes, record.output_sizes = twin.input_sizes, twin.output_sizes

@@ -8,6 +8,7 @@ same; `last_texts_of_every` runs all members, in a copy of the process, and says
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ class DryRun:
         recorder = Recorder(self.step.model, groups, self.rows)
         self._run(recorder, phase, self.factor)
         self._run(recorder, "resize", 2 * self.factor)
+        read = [name for name, fake in self.fakes.items() if id(fake) in recorder.reads.tensors]
+        recorder.hidden = tuple(
+            path for group in groups for path in group
+            if not any(name.startswith(f"model.{path}.") for name in read)
+        )  # fmt: skip
         return recorder
 
     def last_texts_of_every(self, groups: Groups) -> dict[int, str] | None:
@@ -47,7 +53,8 @@ class DryRun:
         inputs = [self.mode.from_tensor(leaf.example(factor)) for leaf in self.leaves]
         state: dict[str, Tensor] = dict(self.fakes)
         try:
-            with recorder.installed(phase), self.mode, torch.no_grad():
+            seen = recorder.reads if phase == "resize" else nullcontext()
+            with recorder.installed(phase), self.mode, seen, torch.no_grad():
                 torch.func.functional_call(self.step, state, tuple(inputs))
         except CaptureError:
             raise

@@ -55,6 +55,25 @@ class Step(nn.Module):
         self.leaves, self.spec = flatten((args, kwargs))
         self.loss = loss
         self.report = Report()
+        self.hidden: tuple[str, ...] = ()
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """All but what is inside of the model's `hidden` parts, and so no parameter of that."""
+        inside = tuple(f"{prefix and prefix + '.'}model.{path}." for path in self.hidden)
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            if not name.startswith(inside):
+                yield name, module
+
+    @contextmanager
+    def hiding(self, paths: tuple[str, ...]) -> Iterator[None]:
+        """Inside, what these parts of the model consist of is not found through this module."""
+        self.hidden = paths
+        try:
+            yield
+        finally:
+            self.hidden = ()
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         supply = iter(tensors)

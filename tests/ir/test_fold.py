@@ -182,3 +182,53 @@ def test_the_first_to_fail_is_named_though_equal_calls_are_not_all_run_here() ->
         layer.index = index
     with pytest.raises(CaptureError, match=r"module 'layers\.2'"):
         traced(layers)
+
+
+class Reader(Stack):
+    """Reads a layer's weight outside of the layer, as `how` says."""
+
+    def __init__(self, how: str):
+        super().__init__([Layer() for _ in range(4)])
+        self.how = how
+        if how == "tied":
+            self.out = nn.Linear(6, 6)
+            self.out.weight = self.layers[2].linear.weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        weight = self.layers[2].linear.weight
+        if self.how == "reads" or (self.how == "at export" and torch.compiler.is_exporting()):
+            x = x @ weight
+        elif self.how == "asks":
+            x = x.to(weight.dtype) / sum(p.numel() for p in self.parameters())
+        elif self.how == "tied":
+            x = self.out(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("how", "is_read"), [("reads", True), ("at export", True), ("tied", True), ("asks", False)]
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_layer_whose_weight_others_read_is_no_constant(how, is_read, device) -> None:
+    with torch.device(device):
+        graph = trace(Reader(how), (torch.randn(5, 6),))
+    assert {state.kind for state in graph.state} == {"parameter"}
+    weight = next(s.name for s in graph.state if "layers.2.linear.weight" in s.names)
+    others = [call.arguments for call in graph.calls if not call.path.startswith("layers.")]
+    assert any(weight in arguments for arguments in others) == is_read
+
+
+def test_what_export_sees_does_not_grow_with_the_layers(monkeypatch) -> None:
+    seen = []
+
+    def export(module, *args, **options):
+        seen.append(len([*module.parameters()]))
+        return exported(module, *args, **options)
+
+    exported = torch.export.export
+    monkeypatch.setattr(torch.export, "export", export)
+    for layers in (4, 12):
+        assert len(traced([Layer() for _ in range(layers)]).state) == 2 * layers
+    assert seen[0] == seen[2] == 0

@@ -189,12 +189,27 @@ def test_a_mask_that_lets_everything_through_disappears() -> None:
     assert attends(lambda: positions()[0] > -1) == (None, False)
 
 
-def test_a_sliding_window_stays_a_mask() -> None:
-    def window():
-        query, key = positions()
-        return (query >= key) & (query - key < 3)
+@pytest.mark.parametrize("start", [True, torch.tensor(True)], ids=["constant", "tensor"])
+def test_a_mask_put_together_from_nothing_is_recognised(start) -> None:
+    def begun(*parts):
+        mask = torch.ones((), dtype=torch.bool) & start
+        for part in parts:
+            mask = mask & part
+        return mask
 
-    mask, causal = attends(window)
+    causal = positions()[0] >= positions()[1]
+    assert attends(lambda: begun(causal)) == (None, True)
+    assert attends(lambda: begun(causal, causal > -1)) == (None, True)
+    assert attends(lambda: begun(positions()[0] > -1)) == (None, False)
+
+
+@pytest.mark.parametrize(
+    "mask_of",
+    [lambda query, key: (query >= key) & (query - key < 3), lambda query, key: query <= key],
+    ids=["sliding window", "the future"],
+)
+def test_any_other_mask_stays(mask_of) -> None:
+    mask, causal = attends(lambda: mask_of(*positions()))
     assert mask is not None and not causal
 
 

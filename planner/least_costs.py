@@ -109,10 +109,11 @@ class LeastCosts:
         return [most / tensor for most in self.known_working[rows]]
 
     @cached_property
-    def _touched(self) -> list[list[tuple[str, tuple[int, int]]]]:
+    def _touched(self) -> list[list[tuple[str, tuple[float, float]]]]:
         """Per variant (first output, (bytes, bytes per row)) of its nodes."""
+        rows = self.work.global_batch
         return [
-            [(node.outputs[0], touched_bytes(kind, node)) for node in kind.block.nodes]
+            [(node.outputs[0], touched_bytes(kind, node, rows)) for node in kind.block.nodes]
             for kind in self.work.kinds
         ]
 

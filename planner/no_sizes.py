@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ir.errors import Refused
 from ir.graph import Graph
-from planner.pins import Pins, divisors
+from planner.pins import Pins, divisors, row_conditions, takes_rows
 
 
 def no_sizes(graph: Graph, pins: Pins, devices: int, rows: int) -> Refused:
@@ -20,6 +20,14 @@ def no_sizes(graph: Graph, pins: Pins, devices: int, rows: int) -> Refused:
             f"at least 2 pipeline ranks, pipeline x {virtual} of the model's {calls} blocks, "
             "and at least as many micro-batches as ranks, in equal rounds. Try schedule=1f1b, "
             "a larger global batch, or fewer virtual stages."
+        )
+    taken = [n for n in divisors(rows) if takes_rows(graph, n)]
+    if len(taken) < len(divisors(rows)):
+        conditions = " and ".join(dict.fromkeys(map(str, row_conditions(graph))))
+        return Refused(
+            f"{devices} devices find no sizes: micro-batches of a data rank need {conditions}, and "
+            f"of the {rows} rows that are shared they can have {', '.join(map(str, taken))}. Pin "
+            "fewer micro-batches or data ranks, or give another global batch."
         )
     fitting = [d for d in divisors(rows) if d <= devices]
     return Refused(

@@ -17,7 +17,7 @@ from ir.stage_devices import mesh_orders
 from planner.approximations import divides_something
 from planner.fewer_devices import Shares, fewer_devices, tensor_degrees
 from planner.least_costs import LeastCosts
-from planner.pins import Candidate, Pins, candidates, meshes, zero_stages
+from planner.pins import Candidate, Pins, candidates, meshes, takes_rows, zero_stages
 from planner.stage_counts import counts_beside, stage_counts
 from planner.workload import Workload
 
@@ -127,6 +127,8 @@ class Options:
             self.pins, mesh, self.work.global_batch, calls, whole_batch=self._is_whole,
             virtual=virtual,
         ):  # fmt: skip
+            if not takes_rows(self.work.graph, candidate.rows):
+                continue
             for zero in zero_stages(self.pins, candidate):
                 for order in mesh_orders(self.cluster, mesh):
                     yield replace(candidate, zero=zero, order=order)

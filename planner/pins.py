@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from math import gcd, isqrt, prod
 from typing import Any
 
+import sympy
+
 from ir.cluster import AXES, Mesh
 from ir.errors import Refused, UsageError
 from ir.graph import BATCH, Graph
@@ -150,6 +152,21 @@ def check_batch(graph: Graph, global_batch: int) -> None:
                 f"{graph.model} was captured for batches with {guard}, and the global batch is "
                 f"{global_batch}. Use a batch that meets it, or trace with this batch size."
             )
+
+
+def takes_rows(graph: Graph, rows: int) -> bool:
+    """Whether a micro-batch of a data rank may have so many."""
+    try:
+        return all(bool(condition.subs(BATCH, rows)) for condition in row_conditions(graph))
+    except (ZeroDivisionError, TypeError):  # of sizes that there are none of
+        return False
+
+
+def row_conditions(graph: Graph) -> list[sympy.Eq]:
+    """Where the capture takes for granted that rows come in pairs, say, those of every micro-batch
+    must. What it takes for granted of single sizes, such as more than one row, does not count:
+    nothing that is emitted depends on it."""
+    return [guard for guard in graph.guards if isinstance(guard, sympy.Eq)]
 
 
 def check_pins(

@@ -50,9 +50,9 @@ class Workload:
         return found
 
 
-def touched_bytes(kind: Variant, node: Node) -> tuple[int, int]:
+def touched_bytes(kind: Variant, node: Node, rows: int) -> tuple[float, float]:
     """Of what a node makes, and the largest that it reads, if they have rows of the batch: (bytes,
-    bytes per row). Of a view no more than what it views."""
+    bytes per row). Of a view no more than what it views. `rows`: a number that the model takes."""
     types = kind.block.types
     views: dict[str, tuple[str, ...]] = {}
     for n in kind.block.nodes:
@@ -60,11 +60,11 @@ def touched_bytes(kind: Variant, node: Node) -> tuple[int, int]:
             views |= dict.fromkeys(n.outputs, n.inputs)
 
     def sizes(name: str) -> tuple[int, int]:
-        found = types[name].bytes(1), types[name].bytes(2)
+        found = types[name].bytes(rows), types[name].bytes(2 * rows)
         return min([found, *map(sizes, views.get(name, ()))], key=lambda pair: pair[1])
 
     made = [sizes(n) for n in node.outputs if n in types and n not in views]
     read = max(map(sizes, node.inputs), key=lambda pair: pair[1], default=None)
     pairs = [pair for pair in (*made, read) if pair is not None]
-    rowed = [(one, two - one) for one, two in pairs if two > one]
-    return sum(one - each for one, each in rowed), sum(each for _, each in rowed)
+    rowed = [(one, (two - one) / rows) for one, two in pairs if two > one]
+    return sum(one - each * rows for one, each in rowed), sum(each for _, each in rowed)

@@ -25,10 +25,10 @@ from typing import IO, Any, TypeAlias
 from runtime.arguments import count
 from runtime.errors import RankFailed, UsageError, run_main
 from runtime.layout import load_layout
+from runtime.orphans import GRACE_S, LAUNCHER
 
 LAST_LINES = 30
 Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
-GRACE_S = 2.0  # between the request to end and the kill
 
 
 def launch(
@@ -168,6 +168,7 @@ def _environment(rank: int, nproc: int, port: int, added: Mapping[str, str]) -> 
         **merged,
         "PYTHONPATH": os.pathsep.join(paths),  # so that train.py finds this runtime
         "PYTHONUNBUFFERED": "1",
+        LAUNCHER: str(os.getpid()),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(nproc),

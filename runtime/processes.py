@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from runtime.errors import PeerLost, UsageError
 from runtime.host_memory import keep_freed_memory
+from runtime.orphans import end_without_launcher
 from runtime.transport import Reduction
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -36,6 +37,7 @@ def connect_processes(device: str | None = None, *, timeout_s: float = 600.0) ->
             f"{missing[0]} is not set, so this process knows no others. Start it by "
             "`torchrun --nproc-per-node=N train.py` or `python -m runtime.launch FOLDER`."
         )
+    end_without_launcher()
     chosen = _choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)

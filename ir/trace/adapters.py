@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # shapes w
 from torch.fx import traceback as fx_traceback  # carries module and line to traced nodes
 from torch.fx.experimental import symbolic_shapes  # sizes that may be any number
 from torch.fx.experimental.proxy_tensor import make_fx  # the only tracer below autograd
+from torch.multiprocessing.reductions import StorageWeakRef  # memory, also of the meta device
 from torch.utils import _pytree as pytree  # the flattening that torch.export itself uses
 from torch.utils._mode_utils import no_dispatch  # reads a real tensor while a mode is active
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation that runs
@@ -22,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every operati
 __all__ = [
     "FakeTensorMode", "FxNode", "TorchDispatchMode", "constant_text", "expression", "flatten",
     "flatten_with_paths", "hint", "is_fake", "is_number", "is_size", "make_fx", "node_meta",
-    "one_convolution_kernel", "open_batches_of_matrices", "preserve_meta", "symbolic_mode",
-    "symbolic_rows", "unflatten",
+    "one_convolution_kernel", "open_batches_of_matrices", "preserve_meta", "storage_id",
+    "symbolic_mode", "symbolic_rows", "unflatten",
 ]  # fmt: skip
 
 FxNode: TypeAlias = Any
@@ -37,6 +38,12 @@ LARGEST_SPELLED = 4096
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(tree)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The same for tensors that lie in one memory, while they are alive."""
+    reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return int(reference.cdata)
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -34,10 +34,10 @@ from ir.trace.masks import recognise_masks
 from ir.trace.members import DryRun, refuse_unlike
 from ir.trace.positions import check_positions
 from ir.trace.quiet import quiet_torch
-from ir.trace.refusals import refuse_batch, refuse_model
+from ir.trace.refusals import refuse_batch, refuse_model, refuse_shared_memory
+from ir.trace.repeated import refuse_carried
 from ir.trace.segment import common_path, live_nodes, segment, split
 from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of
-from ir.trace.unchanged import unchanged
 
 
 @paused_collector()
@@ -57,10 +57,16 @@ def trace(
     """
     kwargs = dict(kwargs or {})
     refuse_model(model)
+    refuse_shared_memory(model)
     leaves, batch = leaves_of(model, args, kwargs)
     refuse_batch(leaves, batch)
-    with unchanged(model):
-        return _trace(Step(model, args, kwargs, loss), leaves, batch, name or type(model).__name__)
+    step = Step(model, args, kwargs, loss)
+    graph = _trace(step, leaves, batch, name or type(model).__name__)
+    if step.report.changed:
+        refuse_carried(step, leaves, _factor(leaves, batch))
+    if updated := [name for state in graph.state if state.update for name in state.names]:
+        refuse_shared_memory(model, updated)
+    return graph
 
 
 def _trace(step: Step, leaves: list[Leaf], batch: int, title: str) -> Graph:
@@ -92,11 +98,16 @@ def _batch_guesses(leaves: list[Leaf]) -> list[list[Leaf]]:
     return [*guesses, [replace(leaf, rows=None) for leaf in leaves]]
 
 
+def _factor(leaves: list[Leaf], batch: int) -> int:
+    """Times the rows of the example that are traced."""
+    is_free = any(leaf.rows is not None for leaf in leaves)
+    return max(1, math.ceil(SMALLEST_TRACED_BATCH / batch)) if is_free else 1
+
+
 def _graph(step: Step, leaves: list[Leaf], batch: int, title: str) -> Graph:
     """The graph, with what it takes for granted about members of families seen to meanwhile."""
     groups = families(step.model)
-    free = any(leaf.rows is not None for leaf in leaves)
-    factor = max(1, math.ceil(SMALLEST_TRACED_BATCH / batch)) if free else 1
+    factor = _factor(leaves, batch)
     make = partial(_Builder, step, leaves, factor, title)
     if not groups:
         return make(Recorder(step.model, groups, batch * factor)).graph()

@@ -74,6 +74,13 @@ def derivative(*args: Any, **kwargs: Any) -> Any:
     )
 
 
+def hook(*args: Any, **kwargs: Any) -> Any:
+    raise CaptureError(
+        "it hooks the gradient of a tensor in its forward, which an emitted program would not "
+        "call. Write what the hook does with plain operations."
+    )
+
+
 CALLS: Mapping[Any, Callable[..., Any]] = {
     torch.take_along_dim: take_along_dim,
     Tensor.take_along_dim: take_along_dim,
@@ -81,6 +88,8 @@ CALLS: Mapping[Any, Callable[..., Any]] = {
     torch.autograd.grad: derivative,
     torch.autograd.backward: derivative,
     Tensor.backward: derivative,
+    Tensor.register_hook: hook,
+    Tensor.register_post_accumulate_grad_hook: hook,
 }
 
 

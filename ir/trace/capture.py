@@ -29,6 +29,7 @@ from ir.trace.interpret import Lift, unlifted
 from ir.trace.quiet import unprinted
 from ir.trace.reasons import chain, reason_of
 from ir.trace.source import OWN_HOME, PYTHON_HOME, TORCH_HOME, source_of
+from ir.trace.unchanged import unchanged
 
 
 @dataclass
@@ -51,7 +52,7 @@ def capture(module: nn.Module, examples: list[Tensor], batch_dims: list[dict[int
         dict.fromkeys(dims, torch.export.Dim.AUTO) if dims else None for dims in batch_dims
     )
     try:
-        with _no_custom_derivatives(), OtherCalls(), unprinted():
+        with unchanged(module), _no_custom_derivatives(), OtherCalls(), unprinted():
             program = torch.export.export(
                 module, tuple(examples), dynamic_shapes={"tensors": shapes}, strict=False
             )
@@ -130,7 +131,10 @@ def _bind(
     updates = {}
     for node in list(flat.graph.nodes):
         if node.op == "call_function" and node.target is torch.ops.aten.copy_.default:
-            updates[node.args[0].name] = node.args[1]
+            holder = node.args[0].name
+            if holder in constants:
+                _refuse_constant_write(lifted.get(origin.get(holder, ""), "a tensor"))
+            updates[holder] = node.args[1]
             flat.graph.erase_node(node)
         elif node.op == "get_attr":
             constants[node.name] = getattr(flat, node.target)
@@ -145,6 +149,14 @@ def _bind(
         flat.graph, state, inputs, constants, list(results), updates, sizes,
         [g for g in guards if g.free_symbols == {BATCH}],
     )  # fmt: skip
+
+
+def _refuse_constant_write(name: str) -> None:
+    raise CaptureError(
+        f"forward writes in place into {name.removeprefix('model.').removeprefix('block.')}, which "
+        "is neither a parameter nor a buffer: in an emitted program it would stay as it is. Make "
+        "it a buffer with register_buffer."
+    )
 
 
 def _size_map(

@@ -25,11 +25,9 @@ from ir.trace.adapters import (
     is_fake,
     unflatten,
 )
+from ir.trace.carried import OWN
 from ir.trace.library import CALL_SIGNATURE
 from ir.trace.step import named_tensors
-
-OWN = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
 
 
 def families(model: nn.Module) -> list[tuple[str, ...]]:
@@ -91,10 +89,11 @@ def _comparable(value: Any) -> Any:
             return id(value)
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, writes down every operation: what it reads, its literals, what it gives.
 
-    `known` names the member's own tensors; others are numbered, constants are spelled out.
+    `known` names tensors of whoever runs them; others are numbered, constants are spelled out.
+    `foreign` are those that were made before, and are neither.
     """
 
     def __init__(self, known: dict[str, Tensor]) -> None:
@@ -102,12 +101,17 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.lines: list[str] = []
         self.words = {id(tensor): name for name, tensor in known.items()}
         self.alive = list(known.values())
+        self.foreign: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        words = [self._word(x) for x in flatten((args, kwargs))[0]]
+        read = flatten((args, kwargs))[0]
+        self.foreign |= {
+            id(x): x for x in _tensors(read) if is_fake(x) and id(x) not in self.words
+        }
+        words = [self._word(x) for x in read]
         made = [self._word(x) for x in flatten(result)[0]]
         self.lines.append(f"{', '.join(made)} = {func}({', '.join(words)})")
         return result
@@ -304,7 +308,7 @@ class Recorder:
         module, leaves, spec = record.module, record.leaves, record.spec
         args, kwargs = unflatten(leaves, spec)
         inputs = {f"input {i}": x for i, x in enumerate(_tensors(leaves))}
-        with _Operations(inputs | dict(named_state(module))) as seen:
+        with Operations(inputs | dict(named_state(module))) as seen:
             record.out_leaves, record.out_spec = flatten(forward(*args, **kwargs))
         record.operations = seen.digest
 

@@ -20,6 +20,7 @@ from ir.trace.block import function_text, last_texts
 from ir.trace.capture import Capture, explain
 from ir.trace.fold import Record, Recorder, named_state
 from ir.trace.step import Leaf, Step
+from ir.trace.unchanged import unchanged
 
 Groups = list[tuple[str, ...]]
 
@@ -49,12 +50,13 @@ class DryRun:
         records = self.recorder(groups, "every").records
         return last_texts(records) if _do_the_same(records) else None
 
+    @torch.no_grad()
     def _run(self, recorder: Recorder, phase: str, factor: int) -> None:
         inputs = [self.mode.from_tensor(leaf.example(factor)) for leaf in self.leaves]
         state: dict[str, Tensor] = dict(self.fakes)
         try:
             seen = recorder.reads if phase == "resize" else nullcontext()
-            with recorder.installed(phase), self.mode, seen, torch.no_grad():
+            with unchanged(self.step.model), recorder.installed(phase), self.mode, seen:
                 torch.func.functional_call(self.step, state, tuple(inputs))
         except CaptureError:
             raise

@@ -6,13 +6,15 @@ what is in the way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ir.errors import CaptureError
+from ir.trace.adapters import storage_id
 from ir.trace.step import Leaf
 
 
@@ -38,6 +40,37 @@ def refuse_model(model: Any) -> None:
             "differentiates the model before any training. Remove the hook, or make what it does a "
             "part of the model or of the step."
         )
+
+
+def refuse_shared_memory(model: nn.Module, updated: Collection[str] = ()) -> None:
+    """Parameters and buffers that lie in the same memory but are not one object: a change of one,
+    by training or, of the `updated` buffers, by forward, would change the other as well."""
+    by_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        by_storage.setdefault(storage_id(tensor), []).append((name, tensor))
+    for held in by_storage.values():
+        for (one, first), (other, second) in combinations(held, 2):
+            changes = first.requires_grad or second.requires_grad or {one, other} & {*updated}
+            if changes and _overlap(first, second):
+                raise CaptureError(
+                    f"{one} and {other} lie in the same memory but are two tensors: what changes "
+                    "one in the model would not change the other in an emitted program. Assign one "
+                    "parameter to both modules to tie them, or clone() it to part them."
+                )
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether the bytes from the first to the last one of two tensors of one storage do."""
+    (begin, end), (other_begin, other_end) = map(_extent, (first, second))
+    return bool(begin < other_end and other_begin < end)
+
+
+def _extent(tensor: Tensor) -> tuple[Any, Any]:
+    if not tensor.numel():
+        return 0, 0
+    begin = tensor.storage_offset() * tensor.element_size()
+    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (steps + 1) * tensor.element_size()
 
 
 def refuse_batch(leaves: list[Leaf], batch: int) -> None:

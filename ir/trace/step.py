@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ir.errors import CaptureError
 from ir.trace.adapters import flatten, flatten_with_paths, unflatten
+from ir.trace.carried import Place, attributes, changed
 
 SMALLEST_TRACED_BATCH = 4
 
@@ -40,9 +41,12 @@ class Leaf:
 
 
 class Report:
-    """What a traced forward found out; torch.export resets plain attributes of a module."""
+    """What traced forwards found out; torch.export resets plain attributes of a module. `changed`:
+    attributes of the model that any of them changed."""
 
-    metrics: list[str] = []
+    def __init__(self) -> None:
+        self.metrics: list[str] = []
+        self.changed: dict[Place, None] = {}
 
 
 class Step(nn.Module):
@@ -79,8 +83,10 @@ class Step(nn.Module):
         supply = iter(tensors)
         leaves = [next(supply) if isinstance(x, Tensor) else x for x in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
+        before = attributes(self.model)
         with _no_next_call(self.model):
             output = self.model(*args, **kwargs)
+        self.report.changed |= dict.fromkeys(changed(before, attributes(self.model)))
         loss = self.loss(output) if self.loss is not None else find_loss(output)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -6,19 +6,31 @@ calls, keeps there what it was traced with: tensors without memory.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 
 from torch import nn
+
+from ir.trace.carried import OWN
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Attributes of its modules, set inside to other values, get theirs back."""
+    """Attributes of its modules, set inside to other values, get theirs back; and collections among
+    them what was in them."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    collections = [
+        (value, copy(value)) for _, kept in before for name, value in kept.items()
+        if name not in OWN and type(value) in (list, dict, set, deque)
+    ]  # fmt: skip
     try:
         yield
     finally:
         for attributes, kept in before:
             attributes.clear()
             attributes.update(kept)
+        for value, items in collections:
+            value.clear()
+            (value.extend if isinstance(value, list | deque) else value.update)(items)

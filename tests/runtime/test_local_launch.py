@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from runtime.errors import RankFailed, UsageError
 from runtime.launch import launch, run_ranks
+from runtime.orphans import LAUNCHER, end_without_launcher
 
 ROOT = Path(__file__).parents[2]
 SLEEPER = """
@@ -43,6 +45,21 @@ def is_running(process_id):
     except ProcessLookupError:
         return False
     return True
+
+
+def computes(process_id):
+    """As `is_running`, but nobody may have asked an ended one for its code."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_each_rank_gets_its_place(tmp_path, capfd):
@@ -90,6 +107,34 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path, number):
     parent.send_signal(number)
     assert parent.wait(20) != 0
     assert not any(is_running(process_id) for process_id in ids)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked up in /proc")
+@pytest.mark.parametrize("catches", [False, True])
+def test_ranks_end_when_their_launcher_is_killed(tmp_path, catches):
+    """It could not end them any more."""
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    body = (
+        "from runtime.orphans import end_without_launcher; end_without_launcher()\n"
+        f"{ignore if catches else ''}"
+        "open(sys.argv[1] + os.environ['RANK'], 'w')"
+    )
+    (tmp_path / "ids").mkdir()
+    command = sleeper(tmp_path / "ids", body)
+    code = f"from runtime.launch import run_ranks; run_ranks({command!r}, 2)"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    ids = wait_for_ranks(tmp_path / "ids", 2)
+    wait_until(lambda: {"ids0", "ids1"} <= {path.name for path in tmp_path.iterdir()})
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not any(map(computes, ids)))
+
+
+def test_a_process_that_no_launcher_started_watches_nothing(monkeypatch):
+    monkeypatch.delenv(LAUNCHER, raising=False)
+    before = threading.active_count()
+    end_without_launcher()
+    assert threading.active_count() == before
 
 
 def test_whoever_sees_to_sigterm_goes_on_to_see_to_it(tmp_path):

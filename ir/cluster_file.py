@@ -279,6 +279,8 @@ def _named_levels(name: str, entries: Any, where: str) -> tuple[Level, ...]:
         raise UsageError(f"{where}: `levels` must list the levels, innermost first.")
     levels: list[Level] = []
     names = [entry.get("name") if isinstance(entry, dict) else None for entry in entries]
+    if twice := next((n for n in names if n is not None and names.count(n) > 1), None):
+        raise UsageError(f"{where}: two levels are named {twice!r}. Give each its own name.")
     node = names.index(NODE) if NODE in names else 0
     for index, entry in enumerate(entries):
         at = f"{where}: level {index + 1}"

@@ -12,6 +12,8 @@ from typing import Any
 from ir.errors import UsageError
 
 Values = dict[str, Any]
+LARGEST = 1e12
+"""Above any number of a cluster, in any of the units."""
 EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
 """A number with an exponent, as Python and YAML 1.2 write it."""
 
@@ -87,8 +89,10 @@ def positive(values: Values, key: str, where: str, default: float = 0) -> float:
     value = values.get(key, default)
     if key not in values and not default:
         raise UsageError(f"{where}: `{key}` is missing; it is a positive number.")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise UsageError(f"{where}: `{key}` must be a positive number, not {value!r}.")
+    if value >= LARGEST:
+        raise UsageError(f"{where}: `{key}` must be less than {LARGEST:g}, not {value!r}.")
     return float(value)
 
 

@@ -48,22 +48,26 @@ class DeviceMemory:
         capacity_of = self._prediction.capacity_of
         return all(peak <= capacity_of(rank) for rank, peak in enumerate(self._peaks))
 
-    def reading_bytes(self, kind: str) -> float:
-        """What a tool shows of the fullest stage: torch's "allocated" or "reserved", else the use
-        of the whole device."""
+    def reading_bytes(self, kind: str) -> dict[str, float]:
+        """What a tool shows of the fullest stage, by what holds it: torch's "allocated" or
+        "reserved", else the use of the whole device."""
         peak, cost = max(self._peaks), self._cost
+        parts: dict[str, float] = {"tensors": peak}
         if kind == "allocated":
-            return peak
-        if cost.traits.memory.is_planned:
-            return peak + (CONTEXT_BYTES if kind != "reserved" else 0.0)
-        cached = max(
-            _state_bytes(stage) + _activation_bytes(stage) + held
-            for stage, held in zip(self._prediction.stages, self._cached, strict=True)
-        )
-        reserved = max(peak, min(cached, cost.capacity_bytes)) * (1 + FRAGMENTATION)
-        if kind == "reserved":
-            return reserved
-        return reserved + CONTEXT_BYTES + COMMUNICATORS_BYTES * max(0, _axes(cost.mesh) - 1)
+            return parts
+        is_planned = cost.traits.memory.is_planned
+        if not is_planned:
+            cached = max(
+                _state_bytes(stage) + _activation_bytes(stage) + held
+                for stage, held in zip(self._prediction.stages, self._cached, strict=True)
+            )
+            reserved = max(peak, min(cached, cost.capacity_bytes)) * (1 + FRAGMENTATION)
+            parts["allocator"] = reserved - peak
+        if kind != "reserved":
+            parts["context"] = CONTEXT_BYTES
+            if not is_planned:
+                parts["communicators"] = COMMUNICATORS_BYTES * max(0, _axes(cost.mesh) - 1)
+        return parts
 
 
 def _axes(mesh: Mesh) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from ir.cluster import GIB
 from ir.graph import Node
 from ir.lower import Lowered
+from ir.predicted import StageCost
 from planner.pins import Candidate
 from planner.predict import Predicted
 from planner.price import NodeTimes
@@ -49,9 +50,19 @@ def explain_json(found: Predicted) -> dict[str, Any]:
         "decided": [asdict(one) for one in found.decided],
         "parts": {name: getattr(found, name) for name in PARTS}, "step_s": found.step_s,
         "usd_per_step": found.usd_per_step,
-        "stages": [asdict(stage) for stage in found.evaluated.prediction.stages],
+        "peak_bytes": found.peak_GiB * GIB, "peak_parts": dict(found.memory),
+        "stages": [asdict(stage) for stage in _stage_costs(found)],
         "traits": asdict(found.traits), "blocks": blocks,
     }  # fmt: skip
+
+
+def _stage_costs(found: Predicted) -> list[StageCost]:
+    """Each with what its own devices can hold."""
+    prediction = found.evaluated.prediction
+    return [
+        replace(stage, capacity_bytes=prediction.capacity_of(rank))
+        for rank, stage in enumerate(prediction.stages)
+    ]  # fmt: skip
 
 
 def _candidate(found: Predicted) -> Candidate:
@@ -79,12 +90,14 @@ def _parts(found: Predicted) -> Iterator[str]:
         million_usd = found.usd_per_step * 1e6 / found.evaluated.program.degrees.batch
         yield f"  {'cost':<14} {found.usd_per_step:.4g} USD per step, {million_usd:.4g} per million"
     state = "fits" if found.fits else "does not fit"
-    yield f"  peak {found.peak_GiB:.2f} GiB: {state}"
+    for name, size_bytes in found.memory.items():
+        yield f"  {name:<14} {size_bytes / GIB:10.2f} GiB"
+    yield f"  {'peak':<14} {found.peak_GiB:10.2f} GiB: {state}"
 
 
 def _stages(found: Predicted) -> Iterator[str]:
     """Seconds of a micro-batch and GiB of a device, per stage."""
-    stages = found.evaluated.prediction.stages
+    stages = _stage_costs(found)
     names = [f.name for f in fields(stages[0])]
     sizes = [name for name in names if name.endswith("_bytes")]
     heads = [name.removesuffix("_bytes") for name in sizes]

@@ -8,6 +8,7 @@ What the configuration leaves open is decided for it: the fastest that fits.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from typing import Any
@@ -57,6 +58,7 @@ class Predicted:
     """Seconds of a step and its parts, and the fullest device. `traits`: with open ones decided.
 
     `usd_per_step`: 0 where the cluster's price is not known. `decided`: what had several values.
+    `memory`: bytes of the peak by what holds them.
     """
 
     step_s: float
@@ -71,6 +73,7 @@ class Predicted:
     evaluated: Evaluated
     usd_per_step: float = 0.0
     decided: tuple[Decided, ...] = ()
+    memory: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -116,14 +119,16 @@ class Predictor:
         evaluated = evaluate_stages(work, candidate, found, cost, stages)
         cost_s = evaluated.prediction
         memory = DeviceMemory(evaluated, cost)
-        reading = memory.reading_bytes(wanted.memory_kind)
+        parts = memory.reading_bytes(wanted.memory_kind)
         if memory.fits:  # what an allocator caches gives way
             devices = stage_devices(wanted.cluster, wanted.mesh)
-            reading = min(reading, max(device.memory_bytes for device in devices))
+            most = max(device.memory_bytes for device in devices)
+            if (over := sum(parts.values()) - most) > 0:
+                parts["allocator"] = parts.get("allocator", 0.0) - over
         return Predicted(
-            cost_s.step_s, reading / GIB, memory.fits,
+            cost_s.step_s, sum(parts.values()) / GIB, memory.fits,
             cost_s.compute_s, cost_s.exposed_comm_s, cost_s.bubble_s, cost_s.optimizer_s, label,
-            traits, evaluated, wanted.cluster.usd_per_hour * cost_s.step_s / 3600,
+            traits, evaluated, wanted.cluster.usd_per_hour * cost_s.step_s / 3600, memory=parts,
         )  # fmt: skip
 
     def _work(self, graph: Graph, wanted: Configuration) -> Workload:

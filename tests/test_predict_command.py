@@ -42,6 +42,20 @@ def test_a_row_can_be_explained(table, capsys):
     assert json.loads(capsys.readouterr().out)["id"] == "x"
 
 
+@pytest.mark.parametrize("kind", ["device", "reserved", "allocated"])
+def test_the_bytes_of_an_explanation_add_up_to_the_peak(kind):
+    found = predict(None, None, ROW | {"layers": "2", "mem_kind": kind})
+    told = explain_json(found)
+    assert sum(told["peak_parts"].values()) == pytest.approx(told["peak_bytes"])
+    assert told["peak_bytes"] == pytest.approx(found.peak_GiB * 2**30)
+    assert ("context" in told["peak_parts"]) == (kind == "device")
+    (stage,) = told["stages"]
+    assert stage["capacity_bytes"] == found.evaluated.prediction.capacity_bytes > 0
+    lines = [line.split() for line in explain(found).splitlines()]
+    sizes = {line[0]: float(line[1]) for line in lines if line[2:3] in (["GiB"], ["GiB:"])}
+    assert sum(sizes.values()) == pytest.approx(2 * sizes["peak"], abs=0.03)
+
+
 def test_what_a_row_leaves_open_is_told_with_what_was_tried():
     row = ROW | {"layers": "4", "pp": "2", "dp": "4", "virtual_stages": "", "recompute": "none"}
     found = predict(None, None, row)

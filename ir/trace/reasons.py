@@ -29,12 +29,14 @@ MEANINGS = (
      "do: those can't be trained. Give the model that it was made from."),
     ((".numpy() is not supported",), "It leaves torch with .numpy(), and what is computed there "
      "can't be captured. Use operations of torch."),
-    (("SymIntArrayRef expected", "NO overloaded args that actually triggered"), "torch can't trace "
-     "this operation for any number of rows. Write it with other operations, or compute it outside "
-     "the model."),
+    (("SymIntArrayRef expected", "NO overloaded args that actually triggered",
+      "is not tracked with proxy"),
+     "torch can't trace this operation for any number of rows. Write it with other operations, or "
+     "compute it outside the model."),
 )  # fmt: skip
 """Words of torch, and what they mean."""
 PLACE_IN_TORCH = re.compile(r"^/\S+\.cpp:\d+: ")
+ADDRESS = re.compile(r" object at 0x[0-9a-f]+")
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -62,6 +64,6 @@ def meaning_of(error: BaseException) -> str:
 
 
 def said_by(error: BaseException) -> str:
-    """The first line of an error, without its place in torch's own sources."""
+    """The first line of an error, without its place in torch's own sources, nor addresses."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return in_users_words(PLACE_IN_TORCH.sub("", lines[0]))[:300]
+    return in_users_words(ADDRESS.sub("", PLACE_IN_TORCH.sub("", lines[0])))[:300]

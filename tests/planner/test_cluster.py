@@ -101,6 +101,7 @@ def test_a_file_overrides_memory_and_links(tmp_path) -> None:
         ("device: H100\nnode: 2\n", "unknown key 'node'"),
         ("nodes: 2\n", "must name a device"),
         ("device: H100\nnodes: -1\n", "`nodes` must be a positive number"),
+        ("device: H100\nintra_bandwidth_GBps: 1e30\n", "must be less than 1e\\+12, not 1e\\+30"),
         ("device: H100\nnodes: 1.5\n", "whole numbers"),
         ("device: H100\nnodes: yes\n", "`nodes` must be a positive number"),
         ("- 1\n", "keys and values"),

@@ -72,6 +72,7 @@ def test_a_network_may_be_named_by_its_kind(tmp_path) -> None:
         ("[{size: 8}]\ndevice: A100", "`device` stands in line 1 and in line 3. Keep one"),
         ("[{size: 8}]\nmemory_GiB: 96", "`memory_GiB` is 96, and a H100-SXM has 80. Name the"),
         ("[{size: }]", "level 1: `size` must be a positive number, not None"),
+        ("[{name: node, size: 2}, {name: node, size: 2}]", "two levels are named 'node'"),
         ("[{size: 8}]\nprice: 2024-13-45", "is not YAML: month must be in"),
         ("[{size: 8}, {size: 2, devices_per_nic: 9}]", "is 9, and 8 devices are all that could"),
         ("[{size: 8}]\nnodes: 2", "`nodes` says what `levels` says"),

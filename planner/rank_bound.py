@@ -104,18 +104,19 @@ class _Shares:
     def _is_enough(self, seconds: Array, limit_s: float) -> bool:
         """Whether all blocks find a place on ranks of at most so many seconds."""
         takes = np.where(seconds <= limit_s, np.arange(self.count + 1), -inf).max(axis=2)
-        most = np.full(len(self.sets), -inf)
-        most[0] = 0
-        for of_rank in takes:
-            reached = np.full(len(self.sets), -inf)
-            for mine in self.sets:
-                if of_rank[mine] < 0:
-                    continue
-                free = [s for s in self.sets if not s & mine]
-                joined = [s | mine for s in free]
-                np.maximum.at(reached, joined, most[free] + of_rank[mine])
+        most = [0.0, *[-inf] * (len(self.sets) - 1)]
+        for of_rank in takes.tolist():
+            reached = [-inf] * len(self.sets)
+            for mine, number in enumerate(of_rank):
+                for others, joined in self._joined[mine] if number >= 0 else ():
+                    reached[joined] = max(reached[joined], most[others] + number)
             most = reached
-        return bool(most[-1] >= self.count)
+        return most[-1] >= self.count
+
+    @cached_property
+    def _joined(self) -> list[list[tuple[int, int]]]:
+        """Per set of a rank, those that other ranks can have, with both together."""
+        return [[(s, s | mine) for s in self.sets if not s & mine] for mine in self.sets]
 
     @cached_property
     def seconds(self) -> Array:

@@ -182,10 +182,12 @@ def _relaxed_moment(problem: StageProblem, stage: int, held: Held, beside: Array
     ])  # fmt: skip
     before = np.zeros((len(prices), len(problem.block_runs) + 1))
     before[:, 1:] = np.cumsum(least[list(problem.block_runs)].T, axis=1)
-    bound = (before[:, None, :] - before[:, :, None] - prices[..., None] * room).max(axis=0)
     smallest = sums(problem, [size.min() for size in sizes])
-    fits = np.triu(smallest <= room + 1e-9, k=1)
-    return np.where(fits, np.maximum(bound, 0.0), np.inf)
+    first, end = np.nonzero(np.triu(smallest <= room + 1e-9, k=1))  # often a few of all pairs
+    found = (before[:, end] - before[:, first] - prices * room[first, end]).max(axis=0)
+    bound = np.full(smallest.shape, np.inf)
+    bound[first, end] = np.maximum(found, 0.0)
+    return bound
 
 
 def joint_s(

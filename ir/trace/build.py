@@ -8,6 +8,7 @@ gradient.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -104,18 +105,31 @@ def _factor(leaves: list[Leaf], batch: int) -> int:
     return max(1, math.ceil(SMALLEST_TRACED_BATCH / batch)) if is_free else 1
 
 
+class _Entangled(Exception):
+    """A buffer that a member of a family changes has other readers."""
+
+
 def _graph(step: Step, leaves: list[Leaf], batch: int, title: str) -> Graph:
-    """The graph, with what it takes for granted about members of families seen to meanwhile."""
-    groups = families(step.model)
+    """The graph, with families folded where nothing but their calls in order goes between them."""
     factor = _factor(leaves, batch)
     make = partial(_Builder, step, leaves, factor, title)
-    if not groups:
-        return make(Recorder(step.model, groups, batch * factor)).graph()
-    dry = DryRun(step, leaves, factor, batch * factor)
+    groups = families(step.model)
+    if groups:
+        with suppress(_Entangled):
+            return _folded(make, groups, DryRun(step, leaves, factor, batch * factor))
+    return make(Recorder(step.model, [], batch * factor)).graph()
+
+
+def _folded(
+    make: Callable[[Recorder], _Builder], groups: list[tuple[str, ...]], dry: DryRun
+) -> Graph:
+    """What it takes for granted about members of families is seen to meanwhile."""
     with meanwhile(partial(dry.last_texts_of_every, groups)) as last_texts_of_every:
         try:
             builder = make(dry.recorder(groups, "record"))
             graph = builder.graph()
+        except _Entangled:
+            raise
         except Exception:
             if last_texts_of_every() is not None:
                 raise
@@ -145,6 +159,7 @@ class _Builder:
         self.by_tensor: dict[Any, str] = {}
         self.tensors = dict(named_state(step.model))
         self.updates: dict[str, str] = {}
+        self.changed_by_members: set[str] = set()
         self.pieces: list[Piece] = []
         self.notes: list[str] = []
 
@@ -238,7 +253,14 @@ class _Builder:
             place = next(n for n in values if n.name == holder)
             if node in values:
                 self.updates[values[place]] = values[node]
+        self._check_readers()
         return [values[node] for node in top.outputs]
+
+    def _check_readers(self) -> None:
+        """Members are called without regard to what other calls do to their buffers."""
+        read = Counter(word for piece in self.pieces for word in {*piece.arguments})
+        if any(read[word] > 1 for word in self.changed_by_members):
+            raise _Entangled
 
     def _refuse_input_write(self, holder: str, top: Capture) -> None:
         if holder in top.inputs:
@@ -323,6 +345,7 @@ class _Builder:
                 results.append(self.namer(holder + "_new"))
             word = self._origin(place, body, "block.", record.path)
             self.updates[word] = results[outputs.index(node)]
+            self.changed_by_members.add(word)
         names = [
             self._local_name(a, record.path)
             if n.name not in body.inputs else record.names[body.inputs[n.name]]

@@ -15,15 +15,18 @@ from torch import nn
 
 from ir.trace.carried import OWN
 
+HELD = ("_parameters", "_buffers")
+"""torch's own replacement of these leaves those of a module with two paths replaced."""
+
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Attributes of its modules, set inside to other values, get theirs back; and collections among
-    them what was in them."""
+    """Attributes of its modules, set inside to other values, get theirs back, and so do parameters
+    and buffers; collections among them get back what was in them."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     collections = [
         (value, copy(value)) for _, kept in before for name, value in kept.items()
-        if name not in OWN and type(value) in (list, dict, set, deque)
+        if name in HELD or (name not in OWN and type(value) in (list, dict, set, deque))
     ]  # fmt: skip
     try:
         yield

@@ -1,0 +1,102 @@
+"""Layers that stand in several places, and buffers of layers that others read or change as well."""
+
+import pytest
+import torch
+from torch import nn
+
+from checking import check
+from ir.trace import trace
+from runtime.models import Loaded
+
+ROWS, WIDTH = 12, 15
+
+
+class Layer(nn.Module):
+    """`norm` may be another layer's; `kind` says what its own buffer does."""
+
+    def __init__(self, norm=None, kind="norm"):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
+        self.norm = norm or nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        if self.kind == "counts":
+            self.mean += 1
+            return self.linear(x) * self.mean.mean()
+        if self.kind == "averages":
+            self.mean.mul_(0.5).add_(x.detach().mean(0))
+            return self.linear(x) - self.mean
+        return x + self.norm(self.linear(x)).tanh()
+
+
+class Net(nn.Module):
+    def __init__(self, layers, after=None, before=None):
+        super().__init__()
+        self.layers, self.after, self.before = nn.ModuleList(layers), after, before
+
+    def forward(self, x):
+        if self.before is not None:
+            x = self.before(x)
+        for layer in self.layers:
+            x = layer(x)
+        return (x if self.after is None else self.after(self, x)).square().mean()
+
+
+def twice(**options):
+    one, two = Layer(**options), Layer(**options)
+    return Net([one, two, one, two])
+
+
+def with_one_norm(*, before=False):
+    norm = nn.BatchNorm1d(WIDTH)
+    return Net([Layer(norm) for _ in range(3)], before=norm if before else None)
+
+
+def with_nested_layers():
+    return Net([nn.Sequential(Layer(), Layer(kind="averages")) for _ in range(3)])
+
+
+def of_layers(after):
+    return Net([Layer() for _ in range(3)], after)
+
+
+NETS = {
+    "two layers twice": twice,
+    "two layers that count, twice": lambda: twice(kind="counts"),
+    "two layers that average, twice": lambda: twice(kind="averages"),
+    "one norm in all layers": with_one_norm,
+    "one norm in all layers and before them": lambda: with_one_norm(before=True),
+    "layers in layers": with_nested_layers,
+    "statistics of a layer read after it":
+        lambda: of_layers(lambda net, x: x - net.layers[0].norm.running_mean),
+    "all buffers read":
+        lambda: of_layers(lambda net, x: x + sum(b.double().mean() for b in net.buffers())),
+    "all parameters read":
+        lambda: of_layers(lambda net, x: x + sum(p.square().mean() for p in net.parameters())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_shared_layers_train_as_on_one_device(name):
+    torch.manual_seed(0)
+    loaded = Loaded(NETS[name](), (torch.randn(ROWS, WIDTH),), {}, None, "shared")
+    for pin in ({"data": 2, "micro_batches": 1}, {"tensor": 2}):
+        (found,) = check(loaded, 2, pin=pin, steps=3)
+        assert found["status"] == "ok", found
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_traced_model_keeps_its_own_tensors(name):
+    model = NETS[name]()
+    before = [*model.parameters(), *model.buffers()]
+    trace(model, (torch.randn(ROWS, WIDTH),))
+    after = [*model.parameters(), *model.buffers()]
+    assert len(before) == len(after)
+    assert all(x is y for x, y in zip(before, after, strict=True))
+
+
+def test_layers_whose_buffers_only_they_change_stay_folded():
+    graph = trace(Net([Layer() for _ in range(5)]), (torch.randn(ROWS, WIDTH),))
+    blocks = [call.block for call in graph.calls if call.path.startswith("layers.")][1:]
+    assert len(blocks) == 4 and len(set(blocks)) == 1

@@ -8,8 +8,8 @@ gradient.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -159,7 +159,8 @@ class _Builder:
         self.by_tensor: dict[Any, str] = {}
         self.tensors = dict(named_state(step.model))
         self.updates: dict[str, str] = {}
-        self.changed_by_members: set[str] = set()
+        self.changed_by_members: dict[int, set[str]] = {}
+        """By the numbers of the pieces that call members, the buffers that these change."""
         self.pieces: list[Piece] = []
         self.notes: list[str] = []
 
@@ -248,18 +249,30 @@ class _Builder:
                 self._flat_piece(item, values, top)
             else:
                 self._folded_piece(item, values)
+        on_top = {}
         for holder, node in top.updates.items():
             self._refuse_input_write(holder, top)
             place = next(n for n in values if n.name == holder)
             if node in values:
-                self.updates[values[place]] = values[node]
-        self._check_readers()
+                on_top[values[place]] = values[node]
+        self._check_order(on_top)
+        self.updates |= on_top
         return [values[node] for node in top.outputs]
 
-    def _check_readers(self) -> None:
-        """Members are called without regard to what other calls do to their buffers."""
-        read = Counter(word for piece in self.pieces for word in {*piece.arguments})
-        if any(read[word] > 1 for word in self.changed_by_members):
+    def _check_order(self, changed_on_top: Collection[str]) -> None:
+        """Members of families are called without regard to what others do to their buffers."""
+        users: dict[str, set[int]] = defaultdict(set)
+        for number, piece in enumerate(self.pieces):
+            for word in piece.arguments:
+                users[word].add(number)
+        changed = {word for words in self.changed_by_members.values() for word in words}
+        for number, words in self.changed_by_members.items():
+            for word in words:
+                users[word].add(number)
+        of_members = self.changed_by_members.keys()
+        if any(len(users[word]) > 1 for word in changed) or any(
+            word in changed or users[word] & of_members for word in changed_on_top
+        ):
             raise _Entangled
 
     def _refuse_input_write(self, holder: str, top: Capture) -> None:
@@ -329,6 +342,7 @@ class _Builder:
             for n in inputs
         ]  # fmt: skip
         results, outputs = [], []
+        changed = self.changed_by_members[len(self.pieces)] = set[str]()
         for user in call.users:
             node = body.outputs[user.args[1]]
             if node in holders:
@@ -345,7 +359,7 @@ class _Builder:
                 results.append(self.namer(holder + "_new"))
             word = self._origin(place, body, "block.", record.path)
             self.updates[word] = results[outputs.index(node)]
-            self.changed_by_members.add(word)
+            changed.add(word)
         names = [
             self._local_name(a, record.path)
             if n.name not in body.inputs else record.names[body.inputs[n.name]]

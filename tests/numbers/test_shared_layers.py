@@ -27,6 +27,11 @@ class Layer(nn.Module):
         if self.kind == "averages":
             self.mean.mul_(0.5).add_(x.detach().mean(0))
             return self.linear(x) - self.mean
+        if self.kind == "reads":
+            return self.linear(x) - self.norm.mean
+        if self.kind == "writes":
+            self.mean.copy_(x.detach().mean(0))
+            return self.linear(x)
         return x + self.norm(self.linear(x)).tanh()
 
 
@@ -53,6 +58,31 @@ def with_one_norm(*, before=False):
     return Net([Layer(norm) for _ in range(3)], before=norm if before else None)
 
 
+class Statistics(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        return x
+
+
+def with_statistics(*, after=False):
+    """That all layers read and the model changes."""
+    kept = Statistics()
+    layers = [Layer(kept, "reads") for _ in range(3)]
+    return Net(layers, lambda net, x: net.layers[0].norm(x)) if after else Net(layers, None, kept)
+
+
+def written_on_top():
+    def after(net, x):
+        net.layers[0].mean.copy_(2 * x.detach().mean(0))
+        return x
+
+    return Net([Layer(kind="writes") for _ in range(3)], after)
+
+
 def with_nested_layers():
     return Net([nn.Sequential(Layer(), Layer(kind="averages")) for _ in range(3)])
 
@@ -67,6 +97,12 @@ NETS = {
     "two layers that average, twice": lambda: twice(kind="averages"),
     "one norm in all layers": with_one_norm,
     "one norm in all layers and before them": lambda: with_one_norm(before=True),
+    "statistics before layers that read them": with_statistics,
+    "statistics after layers that read them": lambda: with_statistics(after=True),
+    "a layer's buffer written again": written_on_top,
+    "a written buffer read": lambda: Net(
+        [Layer(kind="writes") for _ in range(3)], lambda net, x: x - net.layers[1].mean
+    ),
     "layers in layers": with_nested_layers,
     "statistics of a layer read after it":
         lambda: of_layers(lambda net, x: x - net.layers[0].norm.running_mean),

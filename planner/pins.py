@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd, isqrt, prod
 from typing import Any
 
@@ -156,8 +157,13 @@ def check_batch(graph: Graph, global_batch: int) -> None:
 
 def takes_rows(graph: Graph, rows: int) -> bool:
     """Whether a micro-batch of a data rank may have so many."""
+    return all(_holds(condition, rows) for condition in row_conditions(graph))
+
+
+@lru_cache(maxsize=4096)
+def _holds(condition: sympy.Eq, rows: int) -> bool:
     try:
-        return all(bool(condition.subs(BATCH, rows)) for condition in row_conditions(graph))
+        return bool(condition.subs(BATCH, rows))
     except (ZeroDivisionError, TypeError):  # of sizes that there are none of
         return False
 

@@ -1,6 +1,6 @@
 """Lower bounds of candidates: what no sharding, kept values or cuts beat under the cost model.
 
-Input: a candidate. Output: seconds of a step, at five levels after a floor, each closer and slower
+Input: a candidate. Output: seconds of a step, at six levels after a floor, each closer and slower
 to find.
 
     (0) of every node that multiplies what its fastest strategy takes
@@ -12,6 +12,7 @@ to find.
     (4) the best cuts into stages, each recomputing what its own memory asks for
     (5) the same, where a sharding decides what blocks that repeat keep whole as well and, of ranks
         with several stages, how they exchange their gradients
+    (6) the same of ranks with several stages, whose first ones have the sharding of the others
 
 Ranks on different devices can't share all evenly, nor need their blocks agree: for them (2) and (3)
 are cuts as well, of blocks whose nodes, or whose shardings, are the fastest.
@@ -33,6 +34,7 @@ from ir.schedules import splits_backward
 from planner.interleaved_cuts import least_blocks
 from planner.leads import FirstStage, Leads, first_lines
 from planner.least_costs import LeastCosts
+from planner.least_forks import LeastForks
 from planner.least_halves import LeastHalves
 from planner.least_problem import Choose, Exchange, LeastProblem
 from planner.phases import PHASES, Phase
@@ -55,6 +57,7 @@ from planner.workload import Workload
 FORWARD: tuple[Phase, ...] = ("forward",)
 PROMPT: tuple[Phase, ...] = ("forward", "input")
 """What of a split step is not the weights' half."""
+CLOSEST: tuple[Choose, ...] = ("joint", "finer")
 SENDS = 2
 """A value that crosses and its gradient are both waited for, on one side or on both."""
 
@@ -185,9 +188,12 @@ class Bounds:
         has room for, at the closest level alone. `problem`: with what ranks take once per step in
         their seconds."""
         first = self._first(candidate, closer=True)
-        if not self.of_ranks and (choose == "joint" or candidate.mesh.tensor == 1):
+        if not self.of_ranks and (choose in CLOSEST or candidate.mesh.tensor == 1):
             alone = self._problem.of(candidate, choose=choose)
-            for rank, lines in enumerate(first_lines(alone, problem, moments)):
+            longest = alone.longest_run
+            kinds = LeastForks(self.least).runs(candidate, alone.runs[longest])
+            one = self._problem.one_sharding(candidate, longest) if choose == "finer" else None
+            for rank, lines in enumerate(first_lines(alone, problem, moments, kinds, one)):
                 first[rank] = replace(first[rank], lines=lines)
         return Leads(first, candidate.micro_batches)
 
@@ -231,10 +237,13 @@ class Bounds:
     def _sharing(self, candidate: Candidate) -> float:
         return self.least.cost_of(candidate.mesh).core_sharing
 
-    # (2) to (5)
+    # (2) to (6)
 
     def close_s(self, candidate: Candidate, level: int) -> float:
-        """As `quick_s`, closer: (2) to (5); 0 where a level has nothing to add."""
+        """As `quick_s`, closer: (2) to (6); 0 where a level has nothing to add."""
+        if level == 6:
+            has_more = candidate.mesh.tensor > 1 and candidate.virtual_stages > 1
+            return self._shares_s(candidate, "finer") if has_more and not self.of_ranks else 0.0
         if level > 3:
             has_more = candidate.mesh.tensor > 1 and not self.of_ranks
             choose: Choose = "joint" if level == 5 else "curves"
@@ -296,7 +305,7 @@ class Bounds:
         """By the best share of the blocks for ranks of several stages. What is done once per step
         is in the seconds of blocks, if it can be told apart: the slowest rank has its own."""
         least, ranks = self.least, range(candidate.mesh.pipeline)
-        exchange = Exchange.TOGETHER if choose == "joint" else Exchange.APART
+        exchange = Exchange.TOGETHER if choose in CLOSEST else Exchange.APART
         problem = self._problem.of(candidate, exchange, choose)
         moments = [least.moments(candidate, rank) for rank in ranks]
         leads = self._leads(candidate, choose, problem, moments)

@@ -27,7 +27,7 @@ from planner.evaluated import TooSlow as TooSlow
 from planner.fitting import fitted
 from planner.interleave import Interleaving
 from planner.offload import HostFull, check_host
-from planner.pieces import Pieces
+from planner.pieces import Pieces, with_finer_menus
 from planner.pins import Candidate
 from planner.price import StateCost
 from planner.recompute import MenuPoint
@@ -50,6 +50,8 @@ from planner.workload import Workload as Workload
 NEARLY, NEARLY_AT_MOMENTS = 1.2, 1.03
 """Over the capacity: what the stage problem takes for too large by no more may fit. Of ranks
 of several stages it counts what they hold at a moment, and not stage by stage."""
+TRIES = 4
+"""How often what blocks keep is chosen for the step in less room."""
 
 
 @overload
@@ -77,11 +79,12 @@ def evaluate(
 
 def improve(work: Workload, found: Evaluated, cost: CostModel) -> Evaluated:
     """The same, or a faster one that fits: what blocks keep is chosen for the step where ranks have
-    several stages."""
+    several stages, from finer menus."""
     if found.candidate.virtual_stages == 1:
         return found
+    finer = with_finer_menus(found.pieces, work.graph, work.kinds)
     try:
-        other = _Evaluation(work, found.candidate, found.pieces, cost).improved(found)
+        other = _Evaluation(work, found.candidate, finer, cost).improved(found)
     except HostFull:
         return found
     fits = min(other.left_bytes) >= 0
@@ -182,10 +185,15 @@ class _Evaluation(StagePrices):
         return Evaluated(self.candidate, self.found, used, stages, prediction)
 
     def improved(self, found: Evaluated) -> Evaluated:
-        """Of a fitting one; in what it fills as the stage problem counts, and what it leaves."""
+        """Of a fitting one; in what it fills as the stage problem counts, and what it leaves. Where
+        that turns out to be too much, there is less room."""
         plan = price(self._problem, self._assignment(found))
-        rooms = map(add, self._filled_bytes(plan), found.left_bytes)
-        other = self.given(self._interleaving.improved(plan.assignment, tuple(rooms)))
+        rooms = list(map(add, self._filled_bytes(plan), found.left_bytes))
+        for _ in range(TRIES):
+            other = self.given(self._interleaving.improved(plan.assignment, rooms))
+            if min(other.left_bytes) >= 0:
+                break
+            rooms = [room + min(x, 0) for room, x in zip(rooms, other.left_bytes, strict=True)]
         self._check_host(other.prediction)
         return other
 

@@ -61,8 +61,7 @@ def _targets(problem: StageProblem, total_s: float) -> list[float]:
 
 def _lined_up(problem: StageProblem, ranks: int) -> Iterator[Cuts]:
     """With the rest of a round on its first ranks, or on its last."""
-    runs, stages = problem.runs, problem.stages
-    longest = max(range(len(runs)), key=lambda r: runs[r].count)
+    runs, stages, longest = problem.runs, problem.stages, problem.longest_run
     each, rest = divmod(runs[longest].count, stages)
     rounds, left = divmod(rest, ranks)
     for early in (True, False) if left else (True,):

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from heapq import nsmallest
 from itertools import islice
+from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -21,10 +24,10 @@ from planner.longest_way import longest_way_s, visits
 from planner.stage_cuts import Array
 from planner.stage_problem import Assignment, Choice, StageProblem
 
-ROUNDS = 40
+ROUNDS = 80
 """Moves that are made at most."""
-MOST_LOOKS = 150
-"""At moves of a rank, in a round, for whether they fit."""
+MOST_LOOKS, MOST_FITTING = 400, 20
+"""At moves of a rank, in a round, for whether they fit; and of those that do."""
 MOST_ACTIONS = 10**7
 """Of all moves that fit, together; of more than that only the first are priced."""
 TINY = 1e-9
@@ -54,7 +57,7 @@ class _Search:
     """Moves between the points that blocks run at."""
 
     def __init__(self, problem: StageProblem, ranks: int, fits: Fits) -> None:
-        self.problem, self.ranks, self.fits = problem, ranks, fits
+        self.problem, self.ranks, self.fits = problem, ranks, lru_cache(maxsize=None)(fits)
         self.virtual = problem.stages // ranks
         self.shape = problem.schedule, ranks, problem.micro_batches, self.virtual
         self.most = max(1, MOST_ACTIONS // (2 * problem.stages * problem.micro_batches))
@@ -89,40 +92,52 @@ class _Search:
     def _moves(
         self, blocks: Sequence[Sequence[Block]], times: Array, *, pairs: bool
     ) -> Iterator[tuple[int, list[Block]]]:
-        """(rank, its blocks after a move) of those that may help and fit, of the first `MOST_LOOKS`
-        on each rank."""
+        """(rank, its blocks after a move) of those that fit and may help; on each rank some that
+        make the way through it shortest."""
         seen = visits(*self.shape, self._by_stage(times[None])[0]).astype(float)
         for rank, of_rank in enumerate(blocks):
             changes = self._changes(rank, of_rank, seen[rank :: self.ranks], pairs=pairs)
-            for old, new in islice(changes, MOST_LOOKS):
-                after = sorted((Counter(of_rank) - Counter(old) + Counter(new)).elements())
+            fitting = 0
+            for _, old, new in nsmallest(MOST_LOOKS, changes, key=itemgetter(0)):
+                after = _changed(of_rank, old, new)
                 if self.fits(rank, after):
-                    yield rank, after
+                    fitting += 1
+                    yield rank, list(after)
+                if fitting == MOST_FITTING:
+                    break
 
     def _changes(
         self, rank: int, blocks: Sequence[Block], seen: Array, *, pairs: bool
-    ) -> Iterator[tuple[list[Block], list[Block]]]:
-        """(blocks that go, blocks that come) that make a stage faster where the way comes through
-        it, as often as `seen`: of one block or two that change points, or with `pairs` of two of
-        which the other one keeps less."""
+    ) -> Iterator[tuple[float, list[Block], list[Block]]]:
+        """(seconds more, blocks that go, blocks that come) that make a stage faster where the way
+        comes through it, as often as `seen`, and that way shorter: of one block or two that change
+        points, or with `pairs` of two of which the other one keeps less."""
         runs, every = self.problem.runs_at(rank), sorted(set(blocks))
-        for place, run, point in every:
-            of_run = runs[run].points
-            seconds = [seen[place] @ (of.forward_s, of.backward_s) for of in of_run]
-            for faster in (n for n in range(len(of_run)) if seconds[n] < seconds[point]):
-                old, new = (place, run, point), (place, run, faster)
+        cost: dict[Block, float] = {
+            (place, run, n): float(seen[place] @ (of.forward_s, of.backward_s))
+            for place, run in {block[:2] for block in every}
+            for n, of in enumerate(runs[run].points)
+        }
+
+        for old in every:
+            place, run, point = old
+            faster = [(place, run, n) for n in range(len(runs[run].points))]
+            for new in (block for block in faster if cost[block] < cost[old]):
+                more_s = cost[new] - cost[old]
                 if not pairs:
-                    yield [old], [new]
+                    yield more_s, [old], [new]
                 for other in (block for block in every if block[0] != place):
                     where, its_run, its_point = other
                     its = runs[its_run].points
-                    if not pairs:
-                        if (its_run, its_point) == (run, faster):
-                            yield [old, other], [new, (where, run, point)]
-                        continue
-                    for n, of in enumerate(its):
-                        if of.saved_bytes < its[its_point].saved_bytes:
-                            yield [old, other], [new, (where, its_run, n)]
+                    if pairs:
+                        less = [n for n, of in enumerate(its)
+                                if of.saved_bytes < its[its_point].saved_bytes]  # fmt: skip
+                    else:
+                        less = [point] if other[1:] == new[1:] else []
+                    for instead in ((where, its_run, n) for n in less):
+                        both_s = more_s + cost[instead] - cost[other]
+                        if both_s < 0:
+                            yield both_s, [old, other], [new, instead]
 
 
 def _blocks(stages: Sequence[Sequence[Choice]]) -> list[Block]:
@@ -130,6 +145,16 @@ def _blocks(stages: Sequence[Sequence[Choice]]) -> list[Block]:
         (place, choice.run, choice.point)
         for place, choices in enumerate(stages) for choice in choices for _ in range(choice.count)
     )  # fmt: skip
+
+
+def _changed(
+    blocks: Sequence[Block], old: Sequence[Block], new: Sequence[Block]
+) -> tuple[Block, ...]:
+    """The blocks of a rank where some go and others come."""
+    after = list(blocks)
+    for block in old:
+        after.remove(block)
+    return tuple(sorted([*after, *new]))
 
 
 def _assignment(blocks: Sequence[Sequence[Block]], ranks: int) -> Assignment:

@@ -81,6 +81,7 @@ class LeastCosts:
     known_joint: dict[tuple[Any, ...], float] = field(default_factory=dict)
     known_whole: dict[tuple[int, int, int, bool], WholeValues] = field(default_factory=dict)
     known_left: dict[tuple[int, int], int] = field(default_factory=dict)
+    known_forks: dict[tuple[int, int, bool], list[Frontier]] = field(default_factory=dict)
     known_halves: dict[tuple[int, int, bool, bool], Frontier] = field(default_factory=dict)
 
     @cached_property

@@ -15,16 +15,16 @@ from ir.schedules import Held, splits_backward
 from planner.cost import CostModel
 from planner.least_costs import LeastCosts
 from planner.least_halves import LeastHalves
-from planner.least_joint import LeastJoint
+from planner.least_joint import LeastJoint, OneSharding
 from planner.pins import Candidate
 from planner.price import StateCost
 from planner.sharding_bound import BlockBound
 from planner.stage_problem import Point, Run, StageProblem
 
-Choose: TypeAlias = Literal["nodes", "fastest", "curves", "joint"]
+Choose: TypeAlias = Literal["nodes", "fastest", "curves", "joint", "finer"]
 """What is known of a block's sharding: the fastest strategy of every node, the fastest sharding,
 what no sharding beats that holds as many bytes, or of repeated blocks also what they and what they
-keep cost together; each closer and slower to find."""
+keep cost together, at some prices or at more of them; each closer and slower to find."""
 
 
 class Exchange(Enum):
@@ -99,7 +99,7 @@ class LeastProblem:
         each = (0.0, 0.0)
         if exchange is Exchange.TOGETHER:
             each = (exchange_s / micro_batches, 1 / micro_batches)
-        is_joint = choose == "joint" and candidate.mesh.tensor > 1
+        is_joint = choose in ("joint", "finer") and candidate.mesh.tensor > 1
         blocks = self._blocks(candidate, choose, *each)
         runs = []
         for variant, count, state in least.state.runs(candidate):
@@ -123,10 +123,26 @@ class LeastProblem:
             together = None
             if is_joint and len(least.work.kinds[variant].calls) > 1:
                 divided_bytes = least.state.divided_bytes(candidate, state) / count
-                found, rules = LeastJoint(least), least.rules(candidate, *each)
+                found, rules = LeastJoint(least, choose == "finer"), least.rules(candidate, *each)
                 together = found.of(candidate, variant, rules, added_s, divided_bytes)
             runs.append(Run(str(variant), count, points, *ends, together, late))
         return tuple(runs)
+
+    def one_sharding(self, candidate: Candidate, run: int) -> OneSharding:
+        """Of the blocks of a run."""
+        least, cost = self.least, self.least.cost_of(candidate.mesh)
+        variant, count, state = least.state.runs(candidate)[run]
+        added_s = self.added_s(candidate, cost, state) + state.gather_s + state.scatter_s
+        rules = once = least.rules(candidate)
+        ends_s = 0.0
+        if self.has_exchange(candidate):
+            exchange_s, part = least.state.exchange_s(candidate), 1 / candidate.micro_batches
+            once = least.rules(candidate, exchange_s * part, part)
+            ends_s = max(0.0, state.sync_s - exchange_s * state.summed_bytes) + state.update_s
+            ends_s *= part
+        divided_bytes = least.state.divided_bytes(candidate, state)
+        each = (added_s / count, ends_s / count, divided_bytes / count)
+        return OneSharding(least, candidate, variant, (rules, once), *each)
 
     def _blocks(
         self, candidate: Candidate, choose: Choose, exchange_s: float, once: float

@@ -1,6 +1,7 @@
-"""The refusal of a request for which no mesh and micro-batches have an order.
+"""The refusals of a request for which nothing was found: no sizes, or no time.
 
-Input: a graph, pins, the devices, the rows of the batch. Output: `Refused`, with what to try.
+Input: a graph, pins, the devices, the rows of the batch; or how far a search came. Output:
+`Refused`, with what to try.
 """
 
 from __future__ import annotations
@@ -34,4 +35,14 @@ def no_sizes(graph: Graph, pins: Pins, devices: int, rows: int) -> Refused:
         f"more devices than work: {devices} devices can't share {rows} rows of the batch, "
         f"{calls} blocks for pipeline stages and the factors of the model's tensors. Try "
         f"{fitting[-1]} devices, or another global batch."
+    )
+
+
+def no_time(limit_s: float, candidates: int, refused: int) -> Refused:
+    """`refused`: of how many candidates it was found that they do not fit."""
+    tried = f"{refused} were planned, and none of those fits"
+    begun = tried if refused else "none was planned: bounding them took all of it"
+    return Refused(
+        f"no plan was found within {limit_s:.3g} s: of {candidates} candidates {begun}. Allow more "
+        "time, or pin decisions that are settled."
     )

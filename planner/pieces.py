@@ -21,7 +21,7 @@ from planner.call_memory import CallMemory
 from planner.cost import CostModel
 from planner.offload import Hosting
 from planner.price import NodeTimes, node_times
-from planner.recompute import MenuPoint, menu
+from planner.recompute import MenuPoint, finer, menu
 from planner.sharding import ShardingResult
 from planner.storage import Storage, storage_of
 
@@ -80,12 +80,28 @@ def with_menus(
     found: Pieces, graph: Graph, kinds: tuple[Variant, ...], menu_of: MenuOf
 ) -> Pieces:
     """The pieces with a menu for every variant."""
-    names = {item.name for item in graph.state}
-    menus = tuple(
-        menu_of(v, piece, time, state_inputs(piece, graph.calls[v.calls[0]].arguments, names))
-        for v, piece, time in zip(kinds, found.lowered, found.times, strict=True)
-    )
+    always = _always(found, graph, kinds)
+    menus = tuple(map(menu_of, kinds, found.lowered, found.times, always))
     return replace(found, menus=menus)
+
+
+def with_finer_menus(found: Pieces, graph: Graph, kinds: tuple[Variant, ...]) -> Pieces:
+    """The pieces with more points in the menus of blocks that repeat."""
+    always = _always(found, graph, kinds)
+    parts = zip(kinds, found.lowered, found.storages, found.times, always, found.menus, strict=True)
+    menus = tuple(finer(*of) if len(v.calls) > 1 else of[-1] for v, *of in parts)
+    return replace(found, menus=menus)
+
+
+def _always(
+    found: Pieces, graph: Graph, kinds: tuple[Variant, ...]
+) -> tuple[frozenset[str], ...]:
+    """Per variant its inputs that are state."""
+    names = {item.name for item in graph.state}
+    return tuple(
+        state_inputs(piece, graph.calls[v.calls[0]].arguments, names)
+        for v, piece in zip(kinds, found.lowered, strict=True)
+    )
 
 
 def best_menu(

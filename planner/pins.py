@@ -84,6 +84,15 @@ class Candidate:
         mesh, count = self.mesh, self.micro_batches
         return Degrees(self.rows * mesh.data * count, mesh.data, mesh.tensor, count)
 
+    def is_as_large(self, other: Candidate) -> bool:
+        """Whether it is the same with no fewer rows, divided and offloaded no more."""
+        alike = (self.mesh, self.schedule, self.virtual_stages, self.order)
+        return (
+            alike == (other.mesh, other.schedule, other.virtual_stages, other.order)
+            and self.rows >= other.rows and self.zero <= other.zero
+            and (self.offload == "none" or other.offload in (self.offload, "all"))
+        )  # fmt: skip
+
     def __str__(self) -> str:
         more = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
         more += f" zero={self.zero}" if self.zero else ""

@@ -41,7 +41,7 @@ Leads = Callable[[float], Sequence[float]]
 def least_slowest_s(problem: StageProblem, moments: Sequence[Moments], leads: Leads) -> float:
     """Infinity if no share fits the memory; 0 for models of too many kinds of blocks."""
     blocks = problem.block_runs
-    longest = max(range(len(problem.runs)), key=lambda r: problem.runs[r].count)
+    longest = problem.longest_run
     others = tuple(r for r in blocks if r != longest)
     if len(others) > MOST_OTHERS:
         return 0.0
@@ -243,13 +243,17 @@ def _of_copies(tied: Sequence[tuple[int, int, float]], present: Collection[int])
 
 def prices_of(runs: Sequence[Run], moments: Moments) -> Array:
     """Of a byte: where a block changes what it keeps, if the rank holds as many micro-batches of it
-    as of its stages in the mean, or at most; of all runs but the first, as few as of any."""
+    as of its stages in the mean, or at most; of all runs but the first, as few as of any; and where
+    it is known what a block costs with its sharding."""
     counts = [[held.forward for held in moment] for moment in moments]
     mean, most = max(sum(c) / len(c) for c in counts), max(map(max, counts))
     held = [(runs[0], mean), (runs[0], most), *((run, min(map(min, counts))) for run in runs[1:])]
     times = [np.array([p.forward_s + p.backward_s for p in run.points]) for run, _ in held]
     sizes = [np.array([float(_bytes(p, n)) for p in run.points]) for run, n in held]
-    return np.array(indifferent_prices(times, sizes))
+    prices = set(indifferent_prices(times, sizes))
+    joint = ((run.joint.prices, n) for run, n in held if run.joint and n)
+    prices.update(price / n for known, n in joint for price in known)
+    return np.array(sorted(prices))
 
 
 def least_working(runs: Sequence[Run]) -> float:

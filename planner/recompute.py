@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from ir.graph import Node
 from ir.lower import Lowered
@@ -21,6 +22,8 @@ from planner.recompute_program import KeptProgram
 from planner.solver import Infeasible
 from planner.storage import Storage
 
+FINER = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+"""Of the way between two points of a menu, from the smaller one: where `finer` looks for more."""
 TOUCH = 1e-6
 """Relative room of a budget for rounding."""
 FULL = "full"
@@ -93,6 +96,26 @@ def menu(
         return _undominated(between) or (none,)
     ends = (*_hosted(block, none), *_hosted(block, full))
     return _undominated((none, *between, full, *ends))
+
+
+def finer(
+    lowered: Lowered, storage: Storage, times: NodeTimes, always: frozenset[str],
+    points: tuple[MenuPoint, ...],
+) -> tuple[MenuPoint, ...]:  # fmt: skip
+    """The points of a menu and, between any two that are next to each other on the device, some
+    more, for what room is left beside whole steps from point to point: a bit above the line through
+    both, which is why menus leave them out."""
+    block = _Block(lowered, storage, times, always)
+    program = KeptProgram(lowered, storage, times, always)
+    there = sorted({p.held_bytes: p for p in points if not p.hosted}.items())
+    most = max((size for size, _ in there), default=0)
+    more = []
+    for (less, _), (size, _) in pairwise(there):
+        for part in FINER:
+            kept, _ = program.cheapest(less + part * (size - less), most)
+            point = block.point("", kept)
+            more.append(replace(point, label=f"keep {point.held_bytes / most:.1%}"))
+    return (*points, *(p for p in _undominated([*points, *more]) if p not in points))
 
 
 def named_point(

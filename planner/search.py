@@ -28,7 +28,8 @@ from planner.best import Best, simplicity
 from planner.candidate import Evaluated, Workload
 from planner.counting import plans_log10
 from planner.idle_reason import IdleReason
-from planner.no_sizes import no_sizes
+from planner.left_bounds import LeftBounds
+from planner.no_sizes import no_sizes, no_time
 from planner.offload_choice import OffloadChoice
 from planner.options import Options
 from planner.order_reason import OrderReason
@@ -51,7 +52,6 @@ MOST_BESIDE = 4
 """The same when it looks round the best one."""
 MOST_REFUSALS = 40
 """Candidates that turn out not to fit before the same."""
-
 
 _Open: TypeAlias = tuple[float, tuple[int, ...], int, Candidate]
 
@@ -80,11 +80,10 @@ class Search:
         self.least = self.attempts.bounds.least
         self.offload = OffloadChoice(pins.offload, self.least)
         self.evaluations = self.refusals = self.patient_since = 0
-        self.most = MOST_EVALUATIONS
-        self.patient_s = inf
+        self.most, self.patient_s = MOST_EVALUATIONS, inf
         self.too_large: list[Candidate] = []
         self.alike: dict[Candidate, list[Candidate]] = {}
-        self.is_cut_short = False
+        self.left, self.is_cut_short = LeftBounds(), False
 
     def _supplies(self) -> Supplies:
         is_whole = self.options.reason is not None
@@ -99,17 +98,18 @@ class Search:
         """Of all candidates; then, if those lack memory, of some with offload. The bound is of the
         first ones, if any of them fits."""
         everything, best = list(self._candidates()), Best()
-        bound_s = self._improve(best, everything, always=False)
+        self._improve(best, everything, always=False)
         if best.found is None and monotonic() > self.deadline:
-            raise self._no_time(len(everything))
+            raise no_time(self.time_limit_s, len(everything), self.refusals)
         smaller = self._smaller(best, everything)
-        bound_s = min(bound_s, self._improve(best, smaller))
+        self._improve(best, smaller)
         everything += smaller
-        bound_s = min(bound_s, self._beside(best, everything, bound_s))
-        more = self.offload.more(everything, best.found)
-        is_plain = best.found is not None
-        offloaded_s = self._improve(best, more)
-        bound_s = bound_s if is_plain else min(bound_s, offloaded_s)
+        self._beside(best, everything)
+        more, left = self.offload.more(everything, best.found), self.left
+        if best.found is not None:
+            self.left = LeftBounds()
+        self._improve(best, more)
+        self.left = left
         uncut = self._uncut(best)
         options = [*everything, *more, *uncut]
         plans = plans_log10(self.work, options)
@@ -117,12 +117,12 @@ class Search:
         self.certificate = Certificate(len(options), planned, plans, self.is_cut_short)
         if best.found is None:
             if monotonic() > self.deadline:
-                raise self._no_time(len(options))
+                raise no_time(self.time_limit_s, len(options), self.refusals)
+            rows = self.work.global_batch if self.has_batch else 1
             if not everything:
-                rows = self.work.global_batch if self.has_batch else 1
                 raise no_sizes(self.work.graph, self.pins, self.cluster.n_devices, rows)
             raise self._nothing_fits(everything + more)
-        return self._bounded(best.found, bound_s)
+        return self._bounded(best.found)
 
     def _uncut(self, best: Best) -> list[Candidate]:
         """The best plan without a tensor axis that cuts nothing: as fast, on fewer devices."""
@@ -140,24 +140,22 @@ class Search:
         self._attempted(alone, answer, best)
         return [alone]
 
-    def _beside(self, best: Best, everything: list[Candidate], bound_s: float) -> float:
+    def _beside(self, best: Best, everything: list[Candidate]) -> None:
         """Looks round the best plan while that helps: at more numbers of stages, and if its gap is
-        wide at all that were not planned, since loose bounds say less of them than it does. Then
-        the least bound."""
+        wide at all that were not planned, since loose bounds say less of them than it does."""
         known, before_s = set(everything), inf
         while best.found and best.step_s < (1 - GAP / 5) * before_s:
             if monotonic() > self.deadline:
                 break
-            before_s, is_wide = best.step_s, bound_s < (1 - GAP) * best.step_s
+            before_s, is_wide = best.step_s, self.left.least_s() < (1 - GAP) * best.step_s
             near = [
                 c for c in self.options.beside(best.found.candidate)
                 if c not in known or (is_wide and c not in self.offload.tried)
             ]  # fmt: skip
             self.most, self.patient_since = self.evaluations + MOST_BESIDE, self.evaluations
-            bound_s = min(bound_s, self._improve(best, near))
+            self._improve(best, near)
             everything += [c for c in near if c not in known]
             known.update(near)
-        return bound_s
 
     def _smaller(self, best: Best, tried: list[Candidate]) -> list[Candidate]:
         """On fewer devices, where those could be faster: what one device computes, shared by so
@@ -167,10 +165,10 @@ class Search:
         meshes = [mesh for mesh in fewer if mesh not in known]
         return [replace(c, offload=self.offload.words[0]) for c in self.options.of(meshes)]
 
-    def _improve(self, best: Best, options: list[Candidate], *, always: bool = True) -> float:
+    def _improve(self, best: Best, options: list[Candidate], *, always: bool = True) -> None:
         """Best first: of all candidates those of the least bounds are bounded more closely, and
-        then planned, until no bound is below the best plan by more than the gap; the least bound
-        that is left. `always`: first bounds are found also after the deadline."""
+        then planned, until no bound is below the best plan by more than the gap. `always`: first
+        bounds are found also after the deadline."""
         closed_s, asked = inf, deque[tuple[_Open, Asked]]()
         queue = self._first(options, always=always)
         self._begin(queue, best)
@@ -186,7 +184,8 @@ class Search:
                     asked.append((entry, self._asked([self._request(entry, best)])))
             if not asked:
                 self.is_cut_short |= not is_done and self._is_below(queue, best)
-                return min([closed_s, *(item[0] for item in queue[:1])])
+                self.left.leave_all(queue)
+                return
             entry, waited = asked.popleft()
             (answer,) = self.workers.finish(waited)
             closed_s = min(closed_s, self._answered(entry, answer, queue, best))
@@ -203,7 +202,7 @@ class Search:
             heapq.heappush(queue, self._open(candidate, max(bound_s, answer), level + 1))
         else:
             self._attempted(candidate, answer, best)
-            return bound_s if answer.fits else self._unproven_s(candidate, bound_s)
+            return self._left_s(candidate, bound_s, fits=answer.fits)
         return inf
 
     def _begin(self, queue: list[_Open], best: Best) -> None:
@@ -246,27 +245,25 @@ class Search:
             bound_s, _, level, candidate = entry
             if level < LEVELS and not self.offload.is_spare(candidate):
                 return entry, left_s
-            if self._is_too_large(candidate):
-                left_s = min(left_s, self._unproven_s(candidate, bound_s))
+            if any(map(candidate.is_as_large, self.too_large)):
+                left_s = min(left_s, self._left_s(candidate, bound_s, fits=False))
             elif candidate in self.offload.tried or self.offload.is_enough(
                 candidate, has_plan=best.found is not None
             ):
-                left_s = min(left_s, bound_s)
+                left_s = min(left_s, self._left_s(candidate, bound_s))
             elif planned == MOST_PLANNED:
                 heapq.heappush(queue, entry)
                 break
             elif self._may_plan(candidate, best):
                 return entry, left_s
             else:
-                left_s = min(left_s, bound_s)
+                left_s = min(left_s, self._left_s(candidate, bound_s))
         return None, left_s
 
     def _request(self, entry: _Open, best: Best) -> Request:
-        """What to do next with a candidate. Those with the same local shapes share linear
-        programs."""
+        """What to do next with a candidate."""
         _, _, level, candidate = entry
-        mesh = candidate.mesh
-        key = *_shape(candidate), mesh.pipeline if mesh.tensor == 1 else 0
+        key = _key(candidate)
         if level == 0:
             return key, (Attempts.quick_s, (self.alike[candidate],))
         if level < LEVELS:
@@ -291,10 +288,12 @@ class Search:
             and self.refusals < MOST_REFUSALS
         )
 
-    def _unproven_s(self, candidate: Candidate, bound_s: float) -> float:
-        """The bound of a candidate of which no tried sharding fits: with a tensor axis another one
-        may."""
-        return bound_s if candidate.mesh.tensor > 1 else inf
+    def _left_s(self, candidate: Candidate, bound_s: float, *, fits: bool = True) -> float:
+        """The bound of a candidate that is left, noted; of one of which no tried sharding fits only
+        with a tensor axis, since another one may."""
+        left_s = bound_s if fits or candidate.mesh.tensor > 1 else inf
+        self.left.leave(candidate, left_s)
+        return left_s
 
     def _first(self, options: list[Candidate], *, always: bool) -> list[_Open]:
         """Candidates by their local shapes. Those without a tensor axis, or with `always` all, have
@@ -334,14 +333,6 @@ class Search:
         self.node_orders.bounded(candidate, bound_s)
         return bound_s, simplicity(candidate), level, candidate
 
-    def _no_time(self, candidates: int) -> Refused:
-        tried = f"{self.refusals} were planned, and none of those fits"
-        begun = tried if self.refusals else "none was planned: bounding them took all of it"
-        return Refused(
-            f"no plan was found within {self.time_limit_s:.3g} s: of {candidates} candidates "
-            f"{begun}. Allow more time, or pin decisions that are settled."
-        )
-
     def _nothing_fits(self, options: list[Candidate]) -> Refused:
         """What the candidate of least memory lacks, and how many devices its state asks for."""
         need, state = self.least.need_bytes, self.least.state
@@ -350,9 +341,15 @@ class Search:
         attempts = Attempts(self.work, self._supplies())
         return attempts.shortage(smallest, state.bytes_of(alone), self.cluster.n_devices)
 
-    def _bounded(self, found: Evaluated, bound_s: float) -> Evaluated:
+    def _bounded(self, found: Evaluated) -> Evaluated:
         found = found if monotonic() > self.deadline else self.attempts.improved(found)
-        bound_s = min(bound_s, found.prediction.step_s)
+
+        def closest_s(candidates: Sequence[Candidate]) -> list[Any]:
+            requests = [(_key(c), (Attempts.close_s, (c, LEVELS + 1))) for c in candidates]
+            return self.workers.finish(self._asked(requests))
+
+        self.left.narrow(found.prediction.step_s, closest_s)
+        bound_s = min(self.left.least_s(), found.prediction.step_s)
         return replace(found, prediction=replace(found.prediction, bound_s=bound_s))
 
     def _candidates(self) -> Iterator[Candidate]:
@@ -364,16 +361,6 @@ class Search:
         self.idle.has_whole = bool(whole)
         for candidate in options.of([*whole, *options.fewer(whole)]):
             yield replace(candidate, offload=self.offload.words[0])
-
-    def _is_too_large(self, candidate: Candidate) -> bool:
-        """Whether the same with fewer rows, or more divided or offloaded, did not fit."""
-        return any(
-            (other.mesh, other.schedule, other.virtual_stages, other.order)
-            == (candidate.mesh, candidate.schedule, candidate.virtual_stages, candidate.order)
-            and candidate.rows >= other.rows and candidate.zero <= other.zero
-            and (candidate.offload == "none" or other.offload in (candidate.offload, "all"))
-            for other in self.too_large
-        )  # fmt: skip
 
     def _attempted(self, candidate: Candidate, attempt: Attempt, best: Best) -> None:
         """Takes note of a candidate that was planned."""
@@ -393,6 +380,12 @@ class Search:
         if attempt.fits and candidate.mesh.size < self.cluster.n_devices:
             self.patient_since += 1  # what leaves devices idle takes nothing from the others
         self.refusals += not attempt.fits
+
+
+def _key(candidate: Candidate) -> tuple[int, ...]:
+    """Of a process that answers: linear programs are shared by local shapes."""
+    mesh = candidate.mesh
+    return *_shape(candidate), mesh.pipeline if mesh.tensor == 1 else 0
 
 
 def _shape(candidate: Candidate) -> tuple[int, int]:

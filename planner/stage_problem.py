@@ -128,6 +128,11 @@ class StageProblem:
             raise ValueError(f"{self.stages} stages need as many lists of runs, if they differ")
 
     @property
+    def longest_run(self) -> int:
+        """The run of most blocks; of equal ones the first."""
+        return max(range(len(self.runs)), key=lambda r: self.runs[r].count)
+
+    @property
     def block_runs(self) -> tuple[int, ...]:
         """The run of each block, in model order."""
         return _block_runs(tuple(run.count for run in self.runs))

@@ -99,7 +99,7 @@ def _bounds(bounds: PlacedBounds, candidate: Candidate) -> tuple[float, ...]:
         return (inf,)
     floor_s = bounds.floor_s(candidate)
     assert floor_s <= quick_s * (1 + 1e-9)
-    return (quick_s, *(bounds.close_s(candidate, level) for level in range(2, LEVELS + 1)))
+    return (quick_s, *(bounds.close_s(candidate, level) for level in range(2, LEVELS + 2)))
 
 
 class Choices:
@@ -187,6 +187,15 @@ def test_what_backward_reads_whole_is_in_the_closest_bound() -> None:
     bounds = search(graph, cluster, 16).attempts.bounds
     candidate = Candidate(Mesh(data=2, tensor=4), 2, "1f1b", 4)
     assert bounds.close_s(candidate, 5) > 1.03 * bounds.close_s(candidate, 4)
+
+
+def test_first_stages_have_the_sharding_of_the_others_in_the_closest_bound() -> None:
+    graph = chain(depth=8, width=1024, hidden=4096, words=512, seq=1024)
+    cluster = with_usable(Cluster.parse("1x8xH100-SXM"), 220 * 2**20)
+    bounds = search(graph, cluster, 16).attempts.bounds
+    candidate = Candidate(Mesh(pipeline=2, tensor=4), 4, "interleaved", 4, virtual_stages=2)
+    before_s, closest_s = (bounds.close_s(candidate, level) for level in (5, LEVELS + 1))
+    assert closest_s > 1.004 * before_s
 
 
 def two_stages(working_bytes: float) -> StageProblem:

@@ -14,7 +14,7 @@ from ir.variants import variants
 from planner.cost import Roofline
 from planner.pieces import whole
 from planner.price import node_times
-from planner.recompute import _Block, everything, menu
+from planner.recompute import _Block, everything, finer, menu, named_point
 from planner.recompute_program import KeptProgram
 from planner.storage import storage_of
 
@@ -90,3 +90,17 @@ def test_state_is_never_kept(block: _Block) -> None:
     for point in menu(block.lowered, block.storage, block.times, block.always):
         assert not point.kept & block.always
         assert not set(point.inputs) & block.always
+
+
+def test_a_finer_menu_has_points_between_those_of_a_menu(block: _Block) -> None:
+    parts = block.lowered, block.storage, block.times, block.always
+    points = menu(*parts)
+    more = finer(*parts, points)
+    assert more[: len(points)] == points and len(more) > len(points)
+    assert len({p.label for p in more}) == len(more)
+    for point in more[len(points) :]:
+        assert not any(other.beats(point) for other in points)
+        again = named_point(*parts, "", point.kept)
+        assert (again.held_bytes, again.total_s) == (point.held_bytes, point.total_s)
+    for ends in (points[:1], points[-1:]):  # a pinned "none" or "full" stays what it is
+        assert finer(*parts, ends) == ends

@@ -67,6 +67,7 @@ def read_configuration(row: Mapping[str, str], cluster: Cluster | None = None) -
     check_cells(row)
     mesh = _mesh(row, cluster)
     _check_product(row, mesh)
+    _check_words(row)
     cluster = cluster or read_cluster(row, mesh.size)
     _check_degrees(row, mesh, cluster)
     rows, batch = count_of(row, "micro_batch"), count_of(row, "global_batch")
@@ -160,6 +161,21 @@ def _check_product(row: Mapping[str, str], mesh: Mesh) -> None:
     if asked != mesh.size:
         fits = f": tp x pp = {others} leave dp={asked // others}" if asked % others == 0 else ""
         raise UsageError(f"tp x pp x dp = {mesh.size}, but n_devices={asked}{fits}")
+
+
+def _check_words(row: Mapping[str, str]) -> None:
+    """Cells that say no to each other."""
+    recompute, modules = word_of(row, "recompute"), word_of(row, "recompute_modules")
+    if modules and recompute in ("none", "full"):
+        raise UsageError(
+            f"recompute={recompute} leaves nothing to recompute_modules={modules}: "
+            "those go with recompute=selective, or empty"
+        )
+    domain, node = count_of(row, "nvlink_domain", 0), count_of(row, "devices_per_node", 0)
+    if node and domain > node and domain % node:
+        raise UsageError(
+            f"nvlink_domain={domain} is not made of whole nodes of devices_per_node={node}"
+        )
 
 
 def _check_degrees(row: Mapping[str, str], mesh: Mesh, cluster: Cluster) -> None:

@@ -180,6 +180,11 @@ def leaves_of(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Leaf], int]:
     """Tensor leaves with their presumed batch dim 0, and the batch size of the example."""
+    if not isinstance(args, (tuple, list)):
+        raise CaptureError(
+            f"the arguments of a model come as a tuple, not as {type(args).__name__}: "
+            "trace(model, (x,)), or trace(model, kwargs={...})."
+        )
     tensors = named_tensors(module, args, kwargs)
     with_dims = [t for _, _, t in tensors if t.dim()]
     if not with_dims:

@@ -248,3 +248,9 @@ def test_buffers_of_one_memory_may_not_change():
     assert trace(TwoBuffers(False), (torch.randn(4, 8),))
     with pytest.raises(CaptureError, match="one and other lie in the same memory"):
         trace(TwoBuffers(True), (torch.randn(4, 8),))
+
+
+@pytest.mark.parametrize("args", [torch.randn(4, 8), {"x": torch.randn(4, 8)}, None])
+def test_arguments_that_are_no_tuple_are_refused(args):
+    with pytest.raises(CaptureError, match=r"come as a tuple, not as .*trace\(model, \(x,\)\)"):
+        trace(Model(), args)

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from heapq import nsmallest
-from itertools import islice
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -29,7 +28,7 @@ ROUNDS = 80
 MOST_LOOKS, MOST_FITTING = 400, 20
 """At moves of a rank, in a round, for whether they fit; and of those that do."""
 MOST_ACTIONS = 10**7
-"""Of all moves that fit, together; of more than that only the first are priced."""
+"""Of all moves that fit, together; of more than that only the best on the way are priced."""
 TINY = 1e-9
 """Relative; steps that differ by less are equal."""
 
@@ -74,7 +73,8 @@ class _Search:
         self, blocks: Sequence[Sequence[Block]], times: Array, *, pairs: bool
     ) -> tuple[int, list[Block]] | None:
         """(rank, its blocks after the best move); None if none helps. `times`: of all ranks."""
-        moves = list(islice(self._moves(blocks, times, pairs=pairs), self.most))
+        found = nsmallest(self.most, self._moves(blocks, times, pairs=pairs), key=itemgetter(0))
+        moves = [(rank, of_rank) for _, rank, of_rank in found]
         several = np.repeat(times[None], len(moves) + 1, axis=0)
         for n, (rank, of_rank) in enumerate(moves):
             several[n, rank] = self.times(rank, of_rank)
@@ -91,18 +91,18 @@ class _Search:
 
     def _moves(
         self, blocks: Sequence[Sequence[Block]], times: Array, *, pairs: bool
-    ) -> Iterator[tuple[int, list[Block]]]:
-        """(rank, its blocks after a move) of those that fit and may help; on each rank some that
-        make the way through it shortest."""
+    ) -> Iterator[tuple[float, int, list[Block]]]:
+        """(seconds more on the way, rank, its blocks after a move) of those that fit and may help;
+        on each rank some that make the way through it shortest."""
         seen = visits(*self.shape, self._by_stage(times[None])[0]).astype(float)
         for rank, of_rank in enumerate(blocks):
             changes = self._changes(rank, of_rank, seen[rank :: self.ranks], pairs=pairs)
             fitting = 0
-            for _, old, new in nsmallest(MOST_LOOKS, changes, key=itemgetter(0)):
+            for more_s, old, new in nsmallest(MOST_LOOKS, changes, key=itemgetter(0)):
                 after = _changed(of_rank, old, new)
                 if self.fits(rank, after):
                     fitting += 1
-                    yield rank, list(after)
+                    yield more_s, rank, list(after)
                 if fitting == MOST_FITTING:
                     break
 

@@ -112,7 +112,10 @@ def finer(
     more = []
     for (less, _), (size, _) in pairwise(there):
         for part in FINER:
-            kept, _ = program.cheapest(less + part * (size - less), most)
+            try:
+                kept, _ = program.cheapest(less + part * (size - less), most)
+            except Infeasible:
+                continue
             point = block.point("", kept)
             more.append(replace(point, label=f"keep {point.held_bytes / most:.1%}"))
     return (*points, *(p for p in _undominated([*points, *more]) if p not in points))

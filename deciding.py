@@ -15,7 +15,7 @@ from ir.collector import paused_collector
 from ir.errors import Refused, UsageError
 from ir.graph import Graph
 from ir.plan import Plan
-from ir.trace import trace
+from ir.trace import marks_of, trace
 from planner import plan as plan_graph
 from planner.explanation import first_remedies
 from planner.explanation_text import remedy_text
@@ -143,6 +143,19 @@ def check_fixed_batch(graph: Graph, pin: Mapping[str, Any] | None, cluster: Clus
     if graph.fixed_batch:
         check_pins(
             read_pins(pin), cluster.n_devices, has_batch=False, why_fixed=graph.fixed_batch
+        )
+
+
+def check_marks(graph: Graph, model: Any) -> None:
+    """Raises `UsageError` for a model that is not as it was when it was traced."""
+    now, then = dict.fromkeys(marks_of(model)), dict.fromkeys(graph.marks)
+    added = [mark for mark in now if mark not in then]
+    gone = [mark for mark in then if mark not in now]
+    if then and (added or gone):
+        is_now, was = (f"`{marks[0]}`" if marks else "nothing" for marks in (added, gone))
+        raise UsageError(
+            f"the model changed since it was planned: {is_now} is where {was} was. Plan it as it "
+            "is to be trained."
         )
 
 

@@ -18,6 +18,7 @@ import select
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from math import inf
 from pathlib import Path
 from typing import Any, TextIO
@@ -33,6 +34,7 @@ from deciding import (
     SEARCH,
     call_arguments,
     check_fixed_batch,
+    check_marks,
     cluster_of,
     decide,
     one_paragraph,
@@ -52,12 +54,13 @@ from ir.whole_file import check_writable
 from planner import plan as plan_graph
 from planner.limits import check_processes, check_time_limit
 from planner.pins import check_pins, read_pins
+from planner.row_cells import nearest
 from planner.timeline import simulate_plan
 from planner.trace_file import write_trace
 from prediction import add_predict_command, predict
 from runtime.launch import launch
 from runtime.models import load_model
-from runtime.trainer import connect
+from runtime.trainer import Trainer, connect
 
 __all__ = [
     "Cluster", "Graph", "Plan", "Program", "check", "compile", "emit", "explain", "load_model",
@@ -106,11 +109,19 @@ def compile(  # the public name, as in torch.compile
     needs an example `batch` (and `loss`) to trace the model again. `options` go to
     `runtime.trainer.connect`: optimizer="adamw", optimizer_options, clip_norm, seed, device.
     """
+    if not isinstance(plan, Plan):
+        raise UsageError(
+            f"compile takes a plan, of sw.plan or sw.load_plan, and not a {type(plan).__name__}"
+        )
     graph = plan.graph
     if graph is None:
         if batch is None:
             raise UsageError("a plan from a file holds no model: give compile an example batch")
         graph = trace(model, *call_arguments(batch), loss=loss)
+    check_marks(graph, model)
+    known = {*signature(connect).parameters, *signature(Trainer).parameters}
+    if unknown := sorted(options.keys() - (known - {"program", "layout", "model", "transport"})):
+        raise UsageError(f"compile has no option {unknown[0]!r}{nearest(unknown[0], known)}")
     module, layout = load(emit(graph, plan))
     trainer = connect(module, layout, model, **options)
 

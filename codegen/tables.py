@@ -35,6 +35,7 @@ def layout_tables(spmd: Spmd, groups: tuple[tuple[Group, ...], ...], plan: Plan)
         "global_batch": spmd.degrees.batch,
         "state": [_state(spmd, state.name) for state in spmd.graph.state],
         "inputs": [_input(spmd, item) for item in spmd.graph.inputs],
+        "plain": [{"path": path, "value": value} for path, value in spmd.graph.plain],
         "stages": [
             _stage(spmd, s, groups[s], index) for s in range(len(spmd.stages))
         ],

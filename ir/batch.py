@@ -110,7 +110,8 @@ def _nominal_bytes(block: Block, name: str) -> int:
 
 
 def _spread(block: Block, inputs: tuple[Placement, ...], whole: set[Node]) -> Spread:
-    """By the cheapest strategy of each node; those in `whole` take no partial sums."""
+    """By the cheapest strategy of each node; those in `whole` take no partial sums. Dims whose
+    places an op counts are never cut with the batch: it knows of such cuts of the tensor axis."""
     factors = factors_of(block, inputs)
     leaves = [leaf for leaf, size in factors.size.items() if size == BATCH]
     place: dict[str, Placement] = dict(zip(block.inputs, inputs, strict=True))
@@ -122,7 +123,8 @@ def _spread(block: Block, inputs: tuple[Placement, ...], whole: set[Node]) -> Sp
         names = node.operands
         options = [
             s for s in strategies(node, factors, leaves)
-            if node not in whole or PARTIAL not in s.operands
+            if s.leaf not in factors.nodes[node].indexed
+            and (node not in whole or PARTIAL not in s.operands)
         ]  # fmt: skip
         best = min(options, key=lambda s: _cost(s, names, place, block))
         chosen[node] = best

@@ -93,6 +93,7 @@ class NodeFactors:
     whole: frozenset[Leaf]
     adds: frozenset[Leaf]
     gathers: frozenset[Leaf]
+    indexed: frozenset[Leaf]
     signature: Signature
 
 
@@ -155,7 +156,7 @@ def infer(block: Block, cuts: Sequence[Shard | None] = ()) -> Factors:
         nodes[node] = NodeFactors(
             tuple(final[n] for n in operand_names), tuple(final[n] for n in results),
             group(signature.whole) | frozenset(forest.flat(stuck)), group(signature.adds),
-            group(signature.gathers), signature,
+            group(signature.gathers), group(signature.indexed), signature,
         )  # fmt: skip
     sizes = {leaf: forest.size[leaf] for ds in final.values() for d in ds for leaf in d}
     return Factors(final, nodes, sizes)

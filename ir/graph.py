@@ -239,7 +239,9 @@ class Graph:
     """A whole traced training step: `loss` and `metrics` are graph values.
 
     `guards` are conditions on `BATCH` under which the capture is valid. `fixed_batch`: where no
-    input has a batch dim, what fails for another number of rows.
+    input has a batch dim, what fails for another number of rows. `plain`: (path, text) of numbers,
+    words and other plain values among the model's arguments, which are part of the program.
+    `marks`: what the program depends on of the model beside its code, a line each.
     """
 
     model: str
@@ -252,6 +254,8 @@ class Graph:
     guards: tuple[sympy.Basic, ...] = ()
     notes: tuple[str, ...] = ()
     fixed_batch: str = ""
+    plain: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+    marks: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         lines = [str(block) for block in self.blocks]

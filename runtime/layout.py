@@ -115,7 +115,8 @@ class StageLayout:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The whole layout.json. `order`: what each pipeline rank computes; `homes`: of each stage its
-    pipeline rank."""
+    pipeline rank; `plain`: the text of the batch's numbers, words and other plain values by path,
+    which are part of the program, if the file has them."""
 
     plan: str
     mesh: MeshShape
@@ -128,6 +129,7 @@ class Layout:
     stages: tuple[StageLayout, ...]
     loss: Scalar
     metrics: tuple[Scalar, ...]
+    plain: Mapping[str, str] | None = None
 
 
 def load_layout(path: Path | str) -> Layout:
@@ -170,6 +172,7 @@ def parse_layout(table: Any) -> Layout:
         stages=stages,
         loss=_scalar(root.table("loss"), "loss", ranks),
         metrics=root.items("metrics", lambda t: _scalar(t, t.text("name"), ranks)),
+        plain=_plain(root),
     )
     _check_references(layout)
     return layout
@@ -280,6 +283,12 @@ def _rank_of(stage: int, ranks: Sequence[int], t: "_Table") -> int:
     if not 0 <= stage < len(ranks):
         raise LayoutError(f"{t.place} is on stage {stage}, and there are {len(ranks)} stages.")
     return ranks[stage]
+
+
+def _plain(root: "_Table") -> Mapping[str, str] | None:
+    if root.get("plain") is None:
+        return None
+    return dict(root.items("plain", lambda t: (t.text("path"), t.text("value"))))
 
 
 def _input(t: "_Table") -> Input:

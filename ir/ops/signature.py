@@ -21,7 +21,8 @@ class Signature:
     """Letters of every operand (each `Ref` in order) and result; `None` is a dim of size one.
 
     `regroups` marks a view: operand and result are the same elements, differently grouped.
-    `gathers` are letters over which the local op communicates by itself (results come out whole).
+    `gathers` are letters over which the local op communicates by itself (results come out whole),
+    `indexed` those whose places other operands count. Both it knows of the tensor axis alone.
     `product` (total, outer, inner) says that the letter `total` is `outer` times `inner`, a letter
     that no dim has alone.
     """
@@ -31,6 +32,7 @@ class Signature:
     whole: frozenset[str] = frozenset()
     adds: frozenset[str] = frozenset()
     gathers: frozenset[str] = frozenset()
+    indexed: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     regroups: bool = False
     product: tuple[str, str, str] | None = None
@@ -211,25 +213,28 @@ def _normalize(operands: Any, results: Any, last: int, linear: Any) -> Signature
 
 
 def cross_entropy(node: Node, operands: Any, results: Any) -> Signature:
-    return Signature((("n", "v"), ("n",)), (("n",), ("n",)), gathers=frozenset("v"))
+    v = frozenset("v")
+    return Signature((("n", "v"), ("n",)), (("n",), ("n",)), gathers=v, indexed=v)
 
 
 def cross_entropy_backward(node: Node, operands: Any, results: Any) -> Signature:
     ins = (("n",), ("n", "v"), ("n",), ("n",))
-    return Signature(ins, (("n", "v"),), linear=linear_in(0))
+    return Signature(ins, (("n", "v"),), indexed=frozenset("v"), linear=linear_in(0))
 
 
 def embedding(node: Node, operands: Any, results: Any) -> Signature:
     """A cut of the table's rows leaves partial results: rows held elsewhere read as zero."""
     ids = letters("t", operands[1])
-    return Signature((("v", "e"), ids), ((*ids, "e"),), adds=frozenset("v"))
+    v = frozenset("v")
+    return Signature((("v", "e"), ids), ((*ids, "e"),), adds=v, indexed=v)
 
 
 def embedding_backward(node: Node, operands: Any, results: Any) -> Signature:
     ids = letters("t", operands[1])
     return Signature(
-        ((*ids, "e"), ids), (("v", "e"),), adds=frozenset(x for x in ids if x), linear=linear_in(0)
-    )
+        ((*ids, "e"), ids), (("v", "e"),), adds=frozenset(x for x in ids if x),
+        indexed=frozenset("v"), linear=linear_in(0),
+    )  # fmt: skip
 
 
 def dropout(node: Node, operands: Any, results: Any) -> Signature:

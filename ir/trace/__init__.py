@@ -5,6 +5,7 @@ set, cut into segments, and each distinct segment is differentiated once.
 """
 
 from ir.trace.build import trace
+from ir.trace.fold import marks_of
 from ir.trace.step import find_loss
 
-__all__ = ["find_loss", "trace"]
+__all__ = ["find_loss", "marks_of", "trace"]

@@ -5,6 +5,7 @@ Input: the `Record` of a call seen in the dry run. Output: a `Capture` with size
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import sympy
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ir.graph import BATCH
-from ir.trace.adapters import flatten
+from ir.trace.adapters import flatten, storage_id
 from ir.trace.capture import Capture, capture
 from ir.trace.fold import Record
 from ir.trace.joint import Segment
@@ -36,6 +37,13 @@ def capture_record(record: Record) -> Capture:
     examples = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in record.inputs]
     dims = [_batch_dims(small, large, record.rows) for small, large in record.input_sizes]
     return capture(_Alone(record), examples, dims)
+
+
+def has_state_of_others(body: Capture, state: Iterable[Tensor]) -> bool:
+    """Whether a member reads the model's `state` in a way that leaves it a constant: its own is
+    known by name, but not that of modules that are arguments, say, or lie in plain lists."""
+    known = set(map(storage_id, state))
+    return any(storage_id(constant) in known for constant in body.constants.values())
 
 
 def last_texts(records: list[Record]) -> dict[int, str]:

@@ -23,12 +23,12 @@ from ir.errors import CaptureError, ShardwrightError
 from ir.graph import BATCH, Graph, Input, State
 from ir.names import Namer
 from ir.trace.adapters import FxNode, one_convolution_kernel, open_batches_of_matrices
-from ir.trace.block import body_nodes, capture_record, last_texts
+from ir.trace.block import body_nodes, capture_record, has_state_of_others, last_texts
 from ir.trace.capture import Capture, capture, explain
 from ir.trace.convert import tensor_type
 from ir.trace.copied import meanwhile
 from ir.trace.fixed_batch import with_reason
-from ir.trace.fold import Record, Recorder, families, named_state
+from ir.trace.fold import Record, Recorder, families, marks_of, named_state
 from ir.trace.gradients import Piece, blocks_of
 from ir.trace.joint import Segment
 from ir.trace.masks import recognise_masks
@@ -38,7 +38,7 @@ from ir.trace.quiet import quiet_torch
 from ir.trace.refusals import refuse_batch, refuse_model, refuse_shared_memory
 from ir.trace.repeated import refuse_carried
 from ir.trace.segment import common_path, live_nodes, segment, split
-from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of
+from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of, plain_values
 
 
 @paused_collector()
@@ -67,7 +67,7 @@ def trace(
         refuse_carried(step, leaves, _factor(leaves, batch))
     if updated := [name for state in graph.state if state.update for name in state.names]:
         refuse_shared_memory(model, updated)
-    return graph
+    return replace(graph, plain=plain_values(args, kwargs), marks=marks_of(model))
 
 
 def _trace(step: Step, leaves: list[Leaf], batch: int, title: str) -> Graph:
@@ -101,12 +101,12 @@ def _batch_guesses(leaves: list[Leaf]) -> list[list[Leaf]]:
 
 def _factor(leaves: list[Leaf], batch: int) -> int:
     """Times the rows of the example that are traced."""
-    is_free = any(leaf.rows is not None for leaf in leaves)
-    return max(1, math.ceil(SMALLEST_TRACED_BATCH / batch)) if is_free else 1
+    is_fixed = all(leaf.rows is None for leaf in leaves)
+    return 1 if is_fixed else max(1, math.ceil(SMALLEST_TRACED_BATCH / batch))
 
 
 class _Entangled(Exception):
-    """A buffer that a member of a family changes has other readers."""
+    """A member of a family reads others' state, or changes a buffer that others read."""
 
 
 def _graph(step: Step, leaves: list[Leaf], batch: int, title: str) -> Graph:
@@ -159,8 +159,7 @@ class _Builder:
         self.by_tensor: dict[Any, str] = {}
         self.tensors = dict(named_state(step.model))
         self.updates: dict[str, str] = {}
-        self.changed_by_members: dict[int, set[str]] = {}
-        """By the numbers of the pieces that call members, the buffers that these change."""
+        self.changed_by_members: dict[int, set[str]] = {}  # buffers, by the number of the piece
         self.pieces: list[Piece] = []
         self.notes: list[str] = []
 
@@ -168,7 +167,9 @@ class _Builder:
         top = self._capture_all()
         for record in self.recorder.records:
             if record.variant not in self.captures:
-                self.captures[record.variant] = capture_record(record)
+                body = self.captures[record.variant] = capture_record(record)
+                if has_state_of_others(body, self.tensors.values()):
+                    raise _Entangled
         outputs = self._lay_out(top)
         trainable = {s.name for s in self.state.values() if s.trainable}
         blocks, calls, needs = blocks_of(self.pieces, trainable, outputs[0])
@@ -320,8 +321,7 @@ class _Builder:
         )  # fmt: skip
         piece = Segment(piece.nodes, piece.inputs, outputs)
         path = common_path(nodes)
-        for node in outputs:
-            values[node] = self.namer(node.name)
+        values |= {node: self.namer(node.name) for node in outputs}
         names = [self._local_name(values[n], path) for n in piece.inputs]
         held = [self._held(values[n]) for n in piece.inputs]
         self.pieces.append(

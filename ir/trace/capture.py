@@ -9,6 +9,7 @@ expressions in `BATCH`.
 from __future__ import annotations
 
 import linecache
+import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -66,23 +67,26 @@ def capture(module: nn.Module, examples: list[Tensor], batch_dims: list[dict[int
 
 @contextmanager
 def _no_custom_derivatives() -> Iterator[None]:
-    """Refuses a user's torch.autograd.Function: export keeps its forward but loses its backward."""
-    original = torch.autograd.Function.__dict__["apply"]
+    """Refuses a user's torch.autograd.Function: export keeps its forward but loses its backward.
+    Its `apply` may have been stored before, so what that calls first is replaced."""
+    function = torch.autograd.function
+    original: Any = function._is_setup_context_defined
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def look(setup_context: Any) -> bool:
+        cls = sys._getframe(1).f_locals["cls"]
         if not cls.__module__.startswith("torch."):
             raise CaptureError(
                 f"{cls.__module__}.{cls.__qualname__} is a torch.autograd.Function: its own "
                 "backward can't be captured. Write it with plain operations, whose derivatives "
                 "torch knows."
             )
-        return original.__func__(cls, *args, **kwargs)
+        return bool(original(setup_context))
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    function._is_setup_context_defined = look
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        function._is_setup_context_defined = original
 
 
 def _functional(

@@ -242,6 +242,21 @@ def named_state(module: nn.Module) -> list[tuple[str, Tensor]]:
             *module.named_buffers(remove_duplicate=False)]  # fmt: skip
 
 
+def marks_of(model: nn.Module) -> tuple[str, ...]:
+    """What a program depends on of a model beside its code: whether modules train, the options of
+    torch's own ones, and the state with what of it is trained."""
+    return (
+        *(f"{name or 'the model'}: {type(part).__qualname__}({_options(part)})"
+          f"{'' if part.training else ' in eval mode'}" for name, part in model.named_modules()),
+        *(f"{name}: {tuple(tensor.shape)} {tensor.dtype}"
+          f"{' trained' if tensor.requires_grad else ''}" for name, tensor in named_state(model)),
+    )  # fmt: skip
+
+
+def _options(part: nn.Module) -> str:
+    return part.extra_repr() if type(part).__module__.startswith("torch.nn.") else ""
+
+
 def _tensors(leaves: list[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 

@@ -47,6 +47,8 @@ def _einsum_backward(ctx: Context, grad: Tensor) -> tuple[None, Tensor | None, T
     x, y = ctx.saved_tensors
     terms, out = ctx.equation.split("->")
     first, second = terms.split(",")
+    if x.is_complex():  # torch's gradients are conjugate
+        x, y = torch.conj_physical(x), torch.conj_physical(y)
     grad_x = ops.einsum(f"{out},{second}->{first}", grad, y) if ctx.needs_input_grad[1] else None
     grad_y = ops.einsum(f"{out},{first}->{second}", grad, x) if ctx.needs_input_grad[2] else None
     return None, grad_x, grad_y

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ir.errors import CaptureError
 from ir.trace.adapters import flatten, flatten_with_paths, unflatten
-from ir.trace.carried import Place, attributes, changed
+from ir.trace.carried import PLAIN, Place, attributes, changed
 
 SMALLEST_TRACED_BATCH = 4
 
@@ -174,6 +174,12 @@ def named_tensors(
                 "see. Register it with torch.export.register_dataclass, or pass its tensors."
             )
     return found
+
+
+def plain_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """(path, text) of the leaves that a program has as they are."""
+    leaves = flatten_with_paths((args, kwargs))
+    return tuple((path, repr(leaf)) for path, _, leaf in leaves if isinstance(leaf, PLAIN))
 
 
 def leaves_of(

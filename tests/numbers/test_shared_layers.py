@@ -91,7 +91,48 @@ def of_layers(after):
     return Net([Layer() for _ in range(3)], after)
 
 
+class Reader(nn.Module):
+    """Calls a module that is not its own: `given`, or one that it `knows` in a way that no module's
+    list of children has."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.knows = nn.Linear(WIDTH, WIDTH), []
+
+    def forward(self, x, given=None):
+        shared = given or (self.knows[0] if self.knows else self.__dict__["parent"].shared)
+        return x + shared(torch.tanh(self.linear(x)))
+
+
+class WithReaders(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.shared = way, nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Reader() for _ in range(3)])
+        if way == "list":
+            for layer in self.layers:
+                layer.knows.append(self.shared)
+        if way == "parent":
+            for layer in self.layers:
+                layer.__dict__["parent"] = self
+
+    def forward(self, x):
+        for layer in self.layers:
+            match self.way:
+                case "argument":
+                    x = layer(x, self.shared)
+                case "keyword":
+                    x = layer(x, given=self.shared)
+                case "function":
+                    x = layer(x, lambda h: torch.nn.functional.linear(h, self.shared.weight))
+                case _:
+                    x = layer(x)
+        return x.square().mean()
+
+
 NETS = {
+    **{f"a shared module as {way}": lambda way=way: WithReaders(way)
+       for way in ("argument", "keyword", "function", "list", "parent")},
     "two layers twice": twice,
     "two layers that count, twice": lambda: twice(kind="counts"),
     "two layers that average, twice": lambda: twice(kind="averages"),

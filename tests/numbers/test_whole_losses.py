@@ -66,8 +66,11 @@ class Scaled(torch.autograd.Function):
         return grad * 5
 
 
+stored = Scaled.apply
+
 REFUSED = {
     "torch.autograd.Function": lambda h, layer: Scaled.apply(h).sum(),
+    "Scaled is a torch.autograd.Function": lambda h, layer: stored(h).sum(),
     "draws random numbers": lambda h, layer: (h + torch.randn_like(h)).square().mean(),
     "nothing to train": lambda h, layer: h.detach().sum(),
 }

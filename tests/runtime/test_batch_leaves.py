@@ -1,13 +1,16 @@
 """The tensors of a step's arguments are numbered and named as torch's pytree does it."""
 
 from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+import tiny_program as tiny
 import torch
 from torch.utils import _pytree as pytree
 
-from runtime.batch import tensor_leaves
+from runtime.batch import local_batch, tensor_leaves
+from runtime.errors import UsageError
+from runtime.layout import parse_layout
 
 Pair = namedtuple("Pair", "left right")
 A, B, C, D = (torch.full((1,), float(i)) for i in range(4))
@@ -49,3 +52,24 @@ def test_a_dataclass_gives_its_fields_in_order():
 
     found = list(tensor_leaves(((Batch(B, [A]),), {})))
     assert found == [("[0][0].second", B), ("[0][0].first[0]", A)]
+
+
+SCALED = {"x": A, "scale": 2.0, "flags": [True, None]}
+OTHER = [
+    ({"scale": 3.0}, r"\[1\]\['scale'\] is 3.0 there, and is 2.0 in the batch"),
+    ({"scale": 2}, "is 2 there, and is 2.0"),
+    ({"flags": [True]}, r"\[1\]\['flags'\]\[1\] is not there, and is None"),
+    ({"more": "word"}, "is 'word' there, and is not in the batch"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), OTHER)
+def test_plain_values_are_part_of_the_program(change, said):
+    plain = {"['scale']": "2.0", "['flags'][0]": "True", "['flags'][1]": "None"}
+    table = tiny.layout() | {
+        "plain": [{"path": f"[1]{path}", "value": value} for path, value in plain.items()]
+    }
+    parsed = replace(parse_layout(table), inputs=())
+    assert local_batch(parsed, None, (), SCALED) == {}
+    with pytest.raises(UsageError, match=said):
+        local_batch(parsed, None, (), SCALED | change)

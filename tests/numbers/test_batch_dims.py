@@ -1,0 +1,44 @@
+"""Dims as long as the batch, where places are counted: classes, and rows of a table."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from checking import check
+from runtime.models import Loaded
+
+ROWS, WIDTH = 12, 6
+LOSSES = {
+    "each row is a class": lambda a, b: F.cross_entropy(a @ b.T, torch.arange(a.shape[0])),
+    "both ways": lambda a, b: (
+        F.cross_entropy(a @ b.T, torch.arange(a.shape[0]))
+        + F.cross_entropy(b @ a.T, torch.arange(a.shape[0]))
+    ),
+    "given classes": lambda a, b: F.cross_entropy(
+        a @ b.T, (a.detach().sum(1).argsort() % a.shape[0]), label_smoothing=0.1
+    ),
+    "a table of rows": lambda a, b: F.embedding(
+        a.detach().sum(1).argsort(), b * torch.arange(1.0, 1 + b.shape[0], dtype=b.dtype)[:, None]
+    ).mul(a).mean(),
+}  # fmt: skip
+
+
+class Pairs(nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.first, self.second, self.loss = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8), loss
+
+    def forward(self, x, z):
+        return self.loss(self.first(x), self.second(z))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("pin", [{"data": 2}, {"data": 3}, {"data": 2, "tensor": 2}, {"tensor": 2}])
+def test_a_dim_whose_places_count_is_not_cut_with_the_batch(name, pin):
+    torch.manual_seed(0)
+    batch = (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
+    loaded = Loaded(Pairs(LOSSES[name]), batch, {}, None, "pairs")
+    ranks = pin.get("data", 1) * pin.get("tensor", 1)
+    (found,) = check(loaded, ranks, pin=pin | {"micro_batches": 1})
+    assert found["status"] == "ok", found

@@ -70,6 +70,8 @@ def load_model(
     insists on real weights. Without `sizes_must_fit`, a `build` that takes no sizes is called
     without. Raises UsageError, also for a file that is no Python, or Refused where the model fails.
     """
+    if not isinstance(spec, str):  # of a run.json that somebody wrote
+        raise UsageError(f"a model is named FILE.py:build or hf:NAME, and not {spec!r}.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if spec.startswith("hf:"):
@@ -237,6 +239,8 @@ def _check_built(built: object, where: str) -> tuple[nn.Module, tuple[Any, ...],
             got = "(" + ", ".join(type(part).__name__ for part in built) + ")"
         case _:
             got = type(built).__name__
+    if inspect.iscoroutine(built):
+        built.close()  # or Python warns that nobody waited for it
     raise UsageError(
         f"{where} returned {got}; it has to return (model, args, kwargs): an nn.Module, a tuple "
         "and a dict, so that model(*args, **kwargs) runs."

@@ -250,3 +250,14 @@ def test_a_broken_config_is_one_paragraph(tmp_path, text):
     path.write_text(text)
     with pytest.raises(UsageError, match="not a Hugging Face config"):
         load_model(f"hf:{path}")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_build_that_has_to_be_awaited_returns_no_model(model_file):
+    with pytest.raises(UsageError, match="returned coroutine; it has to return"):
+        load_model(model_file(GOOD.replace("def build", "async def build")))
+
+
+def test_a_name_that_is_no_text_is_refused():
+    with pytest.raises(UsageError, match="named FILE.py:build or hf:NAME, and not 5"):
+        load_model(5)

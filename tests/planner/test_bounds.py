@@ -189,13 +189,24 @@ def test_what_backward_reads_whole_is_in_the_closest_bound() -> None:
     assert bounds.close_s(candidate, 5) > 1.03 * bounds.close_s(candidate, 4)
 
 
-def test_first_stages_have_the_sharding_of_the_others_in_the_closest_bound() -> None:
-    graph = chain(depth=8, width=1024, hidden=4096, words=512, seq=1024)
-    cluster = with_usable(Cluster.parse("1x8xH100-SXM"), 220 * 2**20)
+@pytest.mark.parametrize(
+    ("width", "mib", "without", "gain"),
+    [(1024, 220, "prices", 0.004), (2048, 700, "sharding", 0.0008)],
+)
+def test_the_last_look_is_at_more_prices_and_at_one_sharding(
+    width: int, mib: int, without: str, gain: float, monkeypatch
+) -> None:
+    """Of interleaved ranks, each against the bound without it."""
+    graph = chain(depth=8, width=width, hidden=4 * width, words=512, seq=1024)
+    cluster = with_usable(Cluster.parse("1x8xH100-SXM"), mib * 2**20)
     bounds = search(graph, cluster, 16).attempts.bounds
     candidate = Candidate(Mesh(pipeline=2, tensor=4), 4, "interleaved", 4, virtual_stages=2)
-    before_s, closest_s = (bounds.close_s(candidate, level) for level in (5, LEVELS + 1))
-    assert closest_s > 1.004 * before_s
+    closest_s = bounds.close_s(candidate, LEVELS + 1)
+    if without == "prices":
+        monkeypatch.setattr("planner.least_joint.BETWEEN", ())
+    else:
+        monkeypatch.setattr(LeastProblem, "one_sharding", lambda *_: None)
+    assert closest_s > (1 + gain) * bounds.close_s(candidate, LEVELS + 1)
 
 
 def two_stages(working_bytes: float) -> StageProblem:

@@ -12,9 +12,10 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer, self.drop = nn.Linear(6, 8), nn.Dropout(0.0)
+        self.other = nn.Linear(6, 8)
 
     def forward(self, x, *, scale=1.0):
-        return (self.drop(self.layer(x)) * scale).square().mean()
+        return (self.drop(self.layer(x) + self.other(x)) * scale).square().mean()
 
 
 BATCH = {"x": torch.randn(4, 6), "scale": 2.0}
@@ -32,7 +33,12 @@ def longer(model):
     model.more = nn.Linear(2, 2)
 
 
+def tied(model):
+    model.other.weight = model.layer.weight
+
+
 CHANGES = {
+    r"`other.weight: .* trained \(is layer.weight\)` is where `other.weight": tied,
     "in eval mode": lambda model: model.eval(),
     r"`layer.weight: \(8, 6\) torch.float32` is where": frozen,
     r"Dropout\(p=0.5, inplace=False\)` is where `drop: Dropout\(p=0.0": dropping,

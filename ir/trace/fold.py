@@ -244,12 +244,16 @@ def named_state(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def marks_of(model: nn.Module) -> tuple[str, ...]:
     """What a program depends on of a model beside its code: whether modules train, the options of
-    torch's own ones, and the state with what of it is trained."""
+    torch's own ones, and the state with what of it is trained or tied."""
+    first: dict[int, str] = {}
+    tied = {name: first.setdefault(id(tensor), name) for name, tensor in named_state(model)}
     return (
         *(f"{name or 'the model'}: {type(part).__qualname__}({_options(part)})"
           f"{'' if part.training else ' in eval mode'}" for name, part in model.named_modules()),
         *(f"{name}: {tuple(tensor.shape)} {tensor.dtype}"
-          f"{' trained' if tensor.requires_grad else ''}" for name, tensor in named_state(model)),
+          f"{' trained' if tensor.requires_grad else ''}"
+          f"{f' (is {tied[name]})' if tied[name] != name else ''}"
+          for name, tensor in named_state(model)),
     )  # fmt: skip
 
 

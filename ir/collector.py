@@ -13,11 +13,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """No automatic collection inside; as it was afterwards. Also a decorator."""
+    """No automatic collection inside; as it was afterwards, but what was made counts as old: else
+    the first collection, at once, would look through all of it. Also a decorator."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            gc.freeze()
+            gc.unfreeze()  # to the oldest generation, from which a full collection frees it
             gc.enable()

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every operati
 __all__ = [
     "FakeTensorMode", "FxNode", "TorchDispatchMode", "constant_text", "expression", "flatten",
     "flatten_with_paths", "hint", "is_fake", "is_number", "is_size", "make_fx", "node_meta",
-    "one_convolution_kernel", "open_batches_of_matrices", "preserve_meta", "storage_id",
-    "symbolic_mode", "symbolic_rows", "unflatten",
+    "one_convolution_kernel", "open_batches_of_matrices", "preserve_meta", "remembering_no_shapes",
+    "storage_id", "symbolic_mode", "symbolic_rows", "unflatten",
 ]  # fmt: skip
 
 FxNode: TypeAlias = Any
@@ -119,6 +119,15 @@ def preserve_meta() -> AbstractContextManager[Any]:
 def node_meta(node: fx.Node) -> AbstractContextManager[Any]:
     """While active, traced nodes inherit the module path and line of `node`."""
     return fx_traceback.set_current_meta(node)
+
+
+def remembering_no_shapes() -> AbstractContextManager[Any]:
+    """Fake tensors made while it is active do not look their results up among earlier ones. With
+    sizes that are symbols few operations are the same, and to look takes longer than to compute."""
+    from torch._dynamo import config  # half a second, which only those who trace have to spend
+
+    patched: AbstractContextManager[Any] = config.patch(fake_tensor_cache_enabled=False)
+    return patched
 
 
 @contextmanager

@@ -24,7 +24,13 @@ from torch import Tensor, fx, nn
 
 from ir.errors import CaptureError, ShardwrightError
 from ir.graph import BATCH
-from ir.trace.adapters import FakeTensorMode, expression, make_fx, preserve_meta
+from ir.trace.adapters import (
+    FakeTensorMode,
+    expression,
+    make_fx,
+    preserve_meta,
+    remembering_no_shapes,
+)
 from ir.trace.calls import OtherCalls
 from ir.trace.interpret import Lift, unlifted
 from ir.trace.quiet import unprinted
@@ -53,7 +59,10 @@ def capture(module: nn.Module, examples: list[Tensor], batch_dims: list[dict[int
         dict.fromkeys(dims, torch.export.Dim.AUTO) if dims else None for dims in batch_dims
     )
     try:
-        with unchanged(module), _no_custom_derivatives(), OtherCalls(), unprinted():
+        with (
+            unchanged(module), _no_custom_derivatives(), OtherCalls(), unprinted(),
+            remembering_no_shapes(),
+        ):  # fmt: skip
             program = torch.export.export(
                 module, tuple(examples), dynamic_shapes={"tensors": shapes}, strict=False
             )

@@ -252,7 +252,6 @@ class Graph:
     loss: str
     metrics: tuple[tuple[str, str], ...]
     guards: tuple[sympy.Basic, ...] = ()
-    notes: tuple[str, ...] = ()
     fixed_batch: str = ""
     plain: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
     marks: tuple[str, ...] = field(default=(), compare=False, repr=False)

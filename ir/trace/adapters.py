@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, _meta_registrations, fx  # shapes of linear algebra
+from torch._dispatch.python import enable_python_dispatcher  # shape rules that keep symbols
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # shapes without memory
 from torch.fx import traceback as fx_traceback  # carries module and line to traced nodes
 from torch.fx.experimental import symbolic_shapes  # sizes that may be any number
@@ -22,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # sees every operati
 
 __all__ = [
     "FakeTensorMode", "FxNode", "TorchDispatchMode", "constant_text", "expression", "flatten",
-    "flatten_with_paths", "hint", "is_fake", "is_number", "is_size", "make_fx", "node_meta",
-    "one_convolution_kernel", "open_batches_of_matrices", "preserve_meta", "remembering_no_shapes",
-    "storage_id", "symbolic_mode", "symbolic_rows", "unflatten",
+    "flatten_with_paths", "hint", "is_fake", "is_number", "is_size", "is_small", "make_fx",
+    "node_meta", "one_convolution_kernel", "open_batches_of_matrices", "preserve_meta",
+    "remembering_no_shapes", "storage_id", "symbolic_mode", "symbolic_rows", "symbols_kept",
+    "unflatten",
 ]  # fmt: skip
 
 FxNode: TypeAlias = Any
@@ -50,9 +52,14 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def is_small(tensor: Tensor) -> bool:
+    """Whether there is a content to compare, and that takes no time."""
+    return not tensor.is_meta and tensor.numel() <= LARGEST_SPELLED
+
+
 def constant_text(tensor: Tensor) -> str:
     """The content of a small real tensor; of others the identity."""
-    if tensor.is_meta or tensor.numel() > LARGEST_SPELLED:
+    if not is_small(tensor):
         return f"tensor {id(tensor)}"
     with no_dispatch():
         return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.tolist()}"
@@ -119,6 +126,13 @@ def preserve_meta() -> AbstractContextManager[Any]:
 def node_meta(node: fx.Node) -> AbstractContextManager[Any]:
     """While active, traced nodes inherit the module path and line of `node`."""
     return fx_traceback.set_current_meta(node)
+
+
+def symbols_kept() -> AbstractContextManager[Any]:
+    """While active, operations that consist of others are taken apart in Python, as in export:
+    torch's rules in C++ replace symbols in shapes by numbers."""
+    kept: AbstractContextManager[Any] = enable_python_dispatcher()
+    return kept
 
 
 def remembering_no_shapes() -> AbstractContextManager[Any]:

@@ -5,7 +5,9 @@ Input: the `Record` of a call seen in the dry run. Output: a `Capture` with size
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
@@ -34,9 +36,21 @@ class _Alone(nn.Module):
 
 
 def capture_record(record: Record) -> Capture:
+    """Without hooks of the member itself, which run before and after what is folded."""
     examples = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in record.inputs]
     dims = [_batch_dims(small, large, record.rows) for small, large in record.input_sizes]
-    return capture(_Alone(record), examples, dims)
+    with _without_hooks(record.module):
+        return capture(_Alone(record), examples, dims)
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    hooks = module._forward_pre_hooks, module._forward_hooks
+    module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        module._forward_pre_hooks, module._forward_hooks = hooks
 
 
 def has_state_of_others(body: Capture, state: Iterable[Tensor]) -> bool:

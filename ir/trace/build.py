@@ -32,13 +32,14 @@ from ir.trace.fold import Record, Recorder, families, marks_of, named_state
 from ir.trace.gradients import Piece, blocks_of
 from ir.trace.joint import Segment
 from ir.trace.masks import recognise_masks
-from ir.trace.members import DryRun, refuse_unlike
+from ir.trace.members import DryRun, Entangled, refuse_unlike
 from ir.trace.positions import check_positions
 from ir.trace.quiet import quiet_torch
 from ir.trace.refusals import refuse_batch, refuse_model, refuse_shared_memory
 from ir.trace.repeated import refuse_carried
 from ir.trace.segment import common_path, live_nodes, segment, split
 from ir.trace.step import SMALLEST_TRACED_BATCH, Leaf, Step, leaves_of, plain_values
+from ir.trace.unchanged import unchanged
 
 
 @paused_collector()
@@ -62,7 +63,8 @@ def trace(
     leaves, batch = leaves_of(model, args, kwargs)
     refuse_batch(leaves, batch)
     step = Step(model, args, kwargs, loss)
-    graph = _trace(step, leaves, batch, name or type(model).__name__)
+    with unchanged(model):  # also by members that are captured alone
+        graph = _trace(step, leaves, batch, name or type(model).__name__)
     if step.report.changed:
         refuse_carried(step, leaves, _factor(leaves, batch))
     if updated := [name for state in graph.state if state.update for name in state.names]:
@@ -105,17 +107,13 @@ def _factor(leaves: list[Leaf], batch: int) -> int:
     return 1 if is_fixed else max(1, math.ceil(SMALLEST_TRACED_BATCH / batch))
 
 
-class _Entangled(Exception):
-    """A member of a family reads others' state, or changes a buffer that others read."""
-
-
 def _graph(step: Step, leaves: list[Leaf], batch: int, title: str) -> Graph:
     """The graph, with families folded where nothing but their calls in order goes between them."""
     factor = _factor(leaves, batch)
     make = partial(_Builder, step, leaves, factor, title)
     groups = families(step.model)
     if groups:
-        with suppress(_Entangled):
+        with suppress(Entangled), unchanged(step.model):
             return _folded(make, groups, DryRun(step, leaves, factor, batch * factor))
     return make(Recorder(step.model, [], batch * factor)).graph()
 
@@ -128,7 +126,7 @@ def _folded(
         try:
             builder = make(dry.recorder(groups, "record"))
             graph = builder.graph()
-        except _Entangled:
+        except Entangled:
             raise
         except Exception:
             if last_texts_of_every() is not None:
@@ -161,7 +159,6 @@ class _Builder:
         self.updates: dict[str, str] = {}
         self.changed_by_members: dict[int, set[str]] = {}  # buffers, by the number of the piece
         self.pieces: list[Piece] = []
-        self.notes: list[str] = []
 
     def graph(self) -> Graph:
         top = self._capture_all()
@@ -169,7 +166,7 @@ class _Builder:
             if record.variant not in self.captures:
                 body = self.captures[record.variant] = capture_record(record)
                 if has_state_of_others(body, self.tensors.values()):
-                    raise _Entangled
+                    raise Entangled
         outputs = self._lay_out(top)
         trainable = {s.name for s in self.state.values() if s.trainable}
         blocks, calls, needs = blocks_of(self.pieces, trainable, outputs[0])
@@ -187,7 +184,7 @@ class _Builder:
         metrics = tuple(zip(self.step.report.metrics, outputs[1:], strict=True))
         return check_positions(recognise_masks(Graph(
             self.title, tuple(inputs), tuple(state), tuple(blocks), tuple(calls), outputs[0],
-            metrics, tuple(dict.fromkeys(guards)), tuple(self.notes),
+            metrics, tuple(dict.fromkeys(guards)),
         )))  # fmt: skip
 
     # capture
@@ -274,7 +271,7 @@ class _Builder:
         if any(len(users[word]) > 1 for word in changed) or any(
             word in changed or users[word] & of_members for word in changed_on_top
         ):
-            raise _Entangled
+            raise Entangled
 
     def _refuse_input_write(self, holder: str, top: Capture) -> None:
         if holder in top.inputs:

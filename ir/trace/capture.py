@@ -30,6 +30,7 @@ from ir.trace.adapters import (
     make_fx,
     preserve_meta,
     remembering_no_shapes,
+    symbols_kept,
 )
 from ir.trace.calls import OtherCalls
 from ir.trace.interpret import Lift, unlifted
@@ -108,7 +109,7 @@ def _functional(
     fakes = [node.meta["val"] for node in holders]
     mode = next(f.fake_mode for f in fakes if hasattr(f, "fake_mode"))
     counter = [0]
-    with mode, torch.no_grad():
+    with mode, symbols_kept(), torch.no_grad():
         flat = _lifted(module, fakes, counter)
         if unlifted(flat.graph):
             flat = _lifted(flat, fakes, counter)

@@ -113,7 +113,7 @@ class Converter:
         results = list(output.args[0])
         outputs, grads = results[: len(carries)], results[len(carries) :]
         self._visit_all(graph)
-        self.outputs = tuple(self.names[node] for node in outputs)
+        self.outputs = self._own_names(outputs)
         carried = [name for name, carry in zip(self.outputs, carries, strict=True) if carry]
         self.tangents = [
             (out, self.names[node]) for out, node in zip(carried, holders[count:], strict=True)
@@ -123,6 +123,19 @@ class Converter:
             (name, self.names[node])
             for name, node in zip(wanted, grads, strict=False) if node is not None
         ]  # fmt: skip
+
+    def _own_names(self, outputs: list[FxNode]) -> tuple[str, ...]:
+        """A value that is several outputs, such as one with a gradient and detached, has a name for
+        each: they are different values to who reads them."""
+        names = list[str]()
+        for node in outputs:
+            name = self.names[node]
+            if name in names:
+                name, value = self.namer(self._word(node)), Ref(name)
+                self.types[name] = self.types[value.name]
+                self.nodes.append(Node("view", (value,), (), (name,), source_of(node)))
+            names.append(name)
+        return tuple(names)
 
     def block(self, name: str) -> Block:
         self._name_gradients()

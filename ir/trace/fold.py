@@ -9,24 +9,19 @@ seconds.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ir.trace.adapters import (
-    TorchDispatchMode,
-    constant_text,
-    flatten,
-    is_fake,
-    unflatten,
-)
+from ir.trace.adapters import flatten, unflatten
 from ir.trace.carried import OWN
 from ir.trace.library import CALL_SIGNATURE
+from ir.trace.operations import Operations, Outside, tensors_of
 from ir.trace.step import named_tensors
 
 
@@ -89,70 +84,6 @@ def _comparable(value: Any) -> Any:
             return id(value)
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, writes down every operation: what it reads, its literals, what it gives.
-
-    `known` names tensors of whoever runs them; others are numbered, constants are spelled out.
-    `foreign` are those that were made before, and are neither.
-    """
-
-    def __init__(self, known: dict[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lines: list[str] = []
-        self.words = {id(tensor): name for name, tensor in known.items()}
-        self.alive = list(known.values())
-        self.foreign: dict[int, Tensor] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        read = flatten((args, kwargs))[0]
-        self.foreign |= {
-            id(x): x for x in _tensors(read) if is_fake(x) and id(x) not in self.words
-        }
-        words = [self._word(x) for x in read]
-        made = [self._word(x) for x in flatten(result)[0]]
-        self.lines.append(f"{', '.join(made)} = {func}({', '.join(words)})")
-        return result
-
-    def _word(self, item: Any) -> str:
-        if not isinstance(item, Tensor):
-            return repr(item)
-        if id(item) not in self.words:
-            self.alive.append(item)
-            self.words[id(item)] = f"t{len(self.words)}" if is_fake(item) else constant_text(item)
-        return self.words[id(item)]
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
-
-
-class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, notes which tensors operations read or write, but not while it is paused."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tensors: dict[int, Tensor] = {}
-        self.is_paused = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if not self.is_paused:
-            self.tensors |= {id(x): x for x in _tensors(flatten((args, kwargs))[0])}
-        return func(*args, **(kwargs or {}))
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
-
-
 @dataclass
 class Record:
     """One call of a folded member: how it was called, what it ran and what came out."""
@@ -164,6 +95,8 @@ class Record:
     leaves: list[Any]
     rows: int
     operations: str = ""
+    has_more: bool = False
+    """Whether it reads tensors that are neither arguments nor its module's own state."""
     out_spec: Any = None
     out_leaves: list[Any] = field(default_factory=list)
     input_sizes: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
@@ -171,7 +104,12 @@ class Record:
 
     @property
     def inputs(self) -> list[Tensor]:
-        return _tensors(self.leaves)
+        return tensors_of(self.leaves)
+
+    def watched(self) -> Operations:
+        """For a run of it."""
+        inputs = {f"input {i}": x for i, x in enumerate(self.inputs)}
+        return Operations(inputs | dict(named_state(self.module)))
 
     def rebuild(self, tensors: list[Tensor]) -> Any:
         """The member's (args, kwargs) with these tensors in place of the recorded ones."""
@@ -215,7 +153,7 @@ _LIBRARY.define(CALL_SIGNATURE)  # type: ignore[no-untyped-call]
 def _opaque(xs: list[Tensor], key: str) -> list[Tensor]:
     record = _PENDING[key]
     results = []
-    for leaf, sizes in zip(_tensors(record.out_leaves), record.output_sizes, strict=True):
+    for leaf, sizes in zip(tensors_of(record.out_leaves), record.output_sizes, strict=True):
         shape = [_size(pair, record.input_sizes, xs) for pair in zip(*sizes, strict=True)]
         results.append(xs[0].new_empty(shape, dtype=leaf.dtype))
     return results
@@ -261,10 +199,6 @@ def _options(part: nn.Module) -> str:
     return part.extra_repr() if type(part).__module__.startswith("torch.nn.") else ""
 
 
-def _tensors(leaves: list[Any]) -> list[Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
 class Recorder:
     """Replaces the forward of every family member; see the module's docstring."""
 
@@ -274,14 +208,15 @@ class Recorder:
         self.known: dict[Any, Record] = {}
         self.position = 0
         self.phase = "record"
-        self.reads = Reads()
+        self.outside: Outside | None = None
         self.hidden: tuple[str, ...] = ()
         """Members whose own tensors only they use; export need not see those."""
 
     @contextmanager
     def installed(self, phase: str) -> Iterator[None]:
         """`record` or `every` at the first batch size, `resize` at the second, `opaque` during
-        export. `record` takes equal calls of a family to do the same, `every` runs each."""
+        export. `record` takes equal calls of a family to do the same, `every` runs each, `replay`
+        none: they give what they gave before."""
         self.phase, self.position = phase, 0
         members = [(i, path) for i, group in enumerate(self.groups) for path in group]
         for family, path in members:
@@ -296,56 +231,55 @@ class Recorder:
 
     def _stub(self, family: int, path: str, module: nn.Module, forward: Any) -> Any:
         def stub(*args: Any, **kwargs: Any) -> Any:
-            leaves, spec = flatten((args, kwargs))
-            if self.phase in ("record", "every"):
-                return self._record(family, path, module, forward, leaves, spec)
-            record = self.records[self.position]
-            self.position += 1
-            if self.phase == "resize":
-                return self._resize(record, forward, leaves, spec)
-            key = str(self.position - 1)
-            _PENDING[key] = record
-            return self._results(record, OPAQUE(_tensors(leaves), key))
+            with self.outside.paused() if self.outside else nullcontext():
+                leaves, spec = flatten((args, kwargs))
+                if self.phase in ("record", "every"):
+                    record = Record(path, family, module, spec, leaves, self.rows)
+                    return self._record(record, partial(forward, *args, **kwargs))
+                record = self.records[self.position]
+                self.position += 1
+                if self.phase == "resize":
+                    return self._resize(record, forward, leaves, spec)
+                if self.phase == "replay":
+                    return self._again(record)
+                key = str(self.position - 1)
+                _PENDING[key] = record
+                return self._results(record, OPAQUE(tensors_of(leaves), key))
 
         return stub
 
-    def _record(self, family: int, path: str, module: nn.Module, forward: Any,
-                leaves: list[Any], spec: Any) -> Any:  # fmt: skip
-        record = Record(path, family, module, spec, leaves, self.rows)
+    def _record(self, record: Record, run: Callable[[], Any]) -> Any:
+        """The caller's own arguments are given: what is put into them is found there."""
         known = self.known.setdefault(record.call, record)
         if known is record or self.phase == "every":
-            self._run(record, forward)
+            with record.watched() as seen:
+                record.out_leaves, record.out_spec = flatten(run())
+            record.operations, record.has_more = seen.digest, bool(seen.foreign)
         else:
             record.out_leaves, record.out_spec = known.out_leaves, known.out_spec
             record.operations = known.operations
         self.records.append(record)
-        fresh = [torch.empty_like(t) for t in _tensors(record.out_leaves)]
-        return self._results(record, fresh)
+        return self._again(record)
 
-    @staticmethod
-    def _run(record: Record, forward: Any) -> None:
-        module, leaves, spec = record.module, record.leaves, record.spec
-        args, kwargs = unflatten(leaves, spec)
-        inputs = {f"input {i}": x for i, x in enumerate(_tensors(leaves))}
-        with Operations(inputs | dict(named_state(module))) as seen:
-            record.out_leaves, record.out_spec = flatten(forward(*args, **kwargs))
-        record.operations = seen.digest
+    def _again(self, record: Record) -> Any:
+        return self._results(record, [torch.empty_like(t) for t in tensors_of(record.out_leaves)])
 
     def _resize(self, record: Record, forward: Any, leaves: list[Any], spec: Any) -> Any:
         """Runs once per variant; pairs the sizes at both batch sizes."""
         twin = next((r for r in self.records if r.variant == record.variant), record)
         if not twin.output_sizes:
             args, kwargs = unflatten(leaves, spec)
-            with self.reads.paused():
-                outputs = _tensors(flatten(forward(*args, **kwargs))[0])
-            twin.input_sizes = _pairs(record.inputs, _tensors(leaves))
-            twin.output_sizes = _pairs(_tensors(record.out_leaves), outputs)
+            outputs = tensors_of(flatten(forward(*args, **kwargs))[0])
+            twin.input_sizes = _pairs(record.inputs, tensors_of(leaves))
+            twin.output_sizes = _pairs(tensors_of(record.out_leaves), outputs)
         record.input_sizes, record.output_sizes = twin.input_sizes, twin.output_sizes
-        like = zip(_tensors(record.out_leaves), record.output_sizes, strict=True)
+        like = zip(tensors_of(record.out_leaves), record.output_sizes, strict=True)
         return self._results(record, [t.new_empty(large) for t, (_, large) in like])
 
-    @staticmethod
-    def _results(record: Record, tensors: list[Tensor]) -> Any:
+    def _results(self, record: Record, tensors: list[Tensor]) -> Any:
+        for number, tensor in enumerate(tensors):
+            if self.outside:
+                self.outside.know(f"result {number} of call {len(self.outside.words)}", tensor)
         supply = iter(tensors)
         leaves = [next(supply) if isinstance(x, Tensor) else x for x in record.out_leaves]
         return unflatten(leaves, record.out_spec)

@@ -7,6 +7,8 @@ inside `make_fx` on the fake tensors it was captured with, so sizes stay symboli
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,14 @@ from torch import Tensor, fx
 
 from ir.errors import CaptureError
 from ir.graph import Block
-from ir.trace.adapters import expression, is_size, make_fx, node_meta, preserve_meta
+from ir.trace.adapters import (
+    expression,
+    is_size,
+    make_fx,
+    node_meta,
+    preserve_meta,
+    symbols_kept,
+)
 from ir.trace.convert import Converter
 from ir.trace.normal import replay_target
 from ir.trace.source import in_users_words, source_of
@@ -51,15 +60,21 @@ def replay(segment: Segment, values: list[Tensor]) -> list[Tensor]:
 
 
 def _size(value: Any, own: dict[Any, Any]) -> Any:
-    """A size computed before, as a multiple of one that the tracer knows: of a tensor at hand."""
+    """A size computed before, in sizes that the tracer knows: of tensors at hand."""
     formula = expression(value)
     if not isinstance(formula, sympy.Basic) or formula in own:
         return own.get(formula, value)
-    for known, size in own.items():
-        share = formula / known
+    for other, size in own.items():
+        share = formula / other
         if share.is_Rational:
             return size * int(share.p) // int(share.q)
-    return value
+    above, below = formula.as_numer_denom()
+    symbols = sorted(formula.free_symbols, key=str)
+    known = all(symbol in own for symbol in symbols)
+    if not known or not below.is_Integer or not above.is_polynomial(*symbols):
+        return value
+    compute = sympy.lambdify(symbols, above, modules=[{}])
+    return compute(*(own[symbol] for symbol in symbols)) // int(below)
 
 
 def differentiable_outputs(segment: Segment, needs: list[bool]) -> list[bool]:
@@ -173,12 +188,15 @@ def _fakes(segment: Segment) -> list[Tensor]:
     return [node.meta["val"] for node in segment.inputs]
 
 
-def _mode(segment: Segment) -> Any:
+@contextmanager
+def _mode(segment: Segment) -> Iterator[None]:
     every = (*segment.inputs, *segment.nodes)
-    return next(
+    mode = next(
         node.meta["val"].fake_mode for node in every
         if hasattr(node.meta.get("val"), "fake_mode")
     )  # fmt: skip
+    with mode, symbols_kept():
+        yield
 
 
 def _primals(tensors: list[Tensor], needs: list[bool]) -> list[Tensor]:

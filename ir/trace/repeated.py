@@ -15,7 +15,8 @@ from ir.errors import CaptureError
 from ir.trace.adapters import FakeTensorMode
 from ir.trace.capture import explain
 from ir.trace.carried import Place, Registered, attribute, attributes, changed, tensors_in
-from ir.trace.fold import Operations, named_state
+from ir.trace.fold import named_state
+from ir.trace.operations import Operations
 from ir.trace.step import Leaf, Step
 from ir.trace.unchanged import unchanged
 

@@ -40,9 +40,9 @@ def test_a_refusal_says_what_to_try(function, why):
 
 
 @pytest.mark.parametrize(("function", "why"), [
-    (torch.fft.fft, r"test_reasons.py:\d+.*torch.fft.fft fixes the number of rows to 4"),
-    (lambda h: torch.linalg.pinv(h.view(-1, 4, 2)),
-     r"function_model.py:\d+.*aten.linalg_pinv.* for any number of rows"),
+    (lambda h: torch.kron(h, torch.ones(1, 2)),
+     r"test_reasons.py:\d+.*torch.kron fixes the number of rows to 4"),
+    (lambda h: h * torch.ones(4, 8), r"with twice the rows .*test_reasons.py:\d+.* fails: "),
 ])  # fmt: skip
 def test_a_batch_that_stays_is_told_with_the_operation(function, why):
     graph = trace(OneFunction(lambda h: function(h).abs()), (torch.randn(4, 8),))

@@ -1,4 +1,4 @@
-"""Dims as long as the batch, where places are counted: classes, and rows of a table."""
+"""Dims as long as the batch, where places are counted: classes, rows of a table, pairs of rows."""
 
 import pytest
 import torch
@@ -21,6 +21,11 @@ LOSSES = {
     "a table of rows": lambda a, b: F.embedding(
         a.detach().sum(1).argsort(), b * torch.arange(1.0, 1 + b.shape[0], dtype=b.dtype)[:, None]
     ).mul(a).mean(),
+    "a mean over all pairs": lambda a, b: (a @ b.T - torch.eye(a.shape[0])).square().mean(),
+    "half of all pairs": lambda a, b: (
+        (a @ b.T).triu(1).sum() * 2 / (a.shape[0] * (a.shape[0] - 1) // 2)),
+    "distances of all pairs": lambda a, b: torch.cdist(a, b).mean(),
+    "rows times rows as a number": lambda a, b: (a * b).sum() / a.shape[0] ** 2 * (b.shape[0] + 1),
 }  # fmt: skip
 
 

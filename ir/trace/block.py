@@ -5,9 +5,7 @@ Input: the `Record` of a call seen in the dry run. Output: a `Capture` with size
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import sympy
@@ -23,7 +21,8 @@ from ir.trace.segment import canonical, live_nodes
 
 
 class _Alone(nn.Module):
-    """Calls a family member on flat tensors, as it was called inside the model."""
+    """Runs a family member on flat tensors, as it was called inside the model. Its hooks are not
+    part of it: they run there, before and after what is folded."""
 
     def __init__(self, record: Record):
         super().__init__()
@@ -32,25 +31,13 @@ class _Alone(nn.Module):
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         args, kwargs = self.rebuild(list(tensors))
-        return [x for x in flatten(self.block(*args, **kwargs))[0] if isinstance(x, Tensor)]
+        return [x for x in flatten(self.block.forward(*args, **kwargs))[0] if isinstance(x, Tensor)]
 
 
 def capture_record(record: Record) -> Capture:
-    """Without hooks of the member itself, which run before and after what is folded."""
     examples = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in record.inputs]
     dims = [_batch_dims(small, large, record.rows) for small, large in record.input_sizes]
-    with _without_hooks(record.module):
-        return capture(_Alone(record), examples, dims)
-
-
-@contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
-    hooks = module._forward_pre_hooks, module._forward_hooks
-    module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
-    try:
-        yield
-    finally:
-        module._forward_pre_hooks, module._forward_hooks = hooks
+    return capture(_Alone(record), examples, dims)
 
 
 def has_state_of_others(body: Capture, state: Iterable[Tensor]) -> bool:

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from checking import check
 from ir.trace import trace
@@ -25,10 +26,17 @@ class Layer(nn.Module):
         return self.own_forward(self, x)
 
 
+class Calls(Layer):
+    """Does something in its call beside what its forward does."""
+
+    def __call__(self, x):
+        return 0.5 * super().__call__(1.5 * x)
+
+
 class Net(nn.Module):
-    def __init__(self, layer, forward):
+    def __init__(self, layer, forward, kind=Layer):
         super().__init__()
-        self.layers = nn.ModuleList([Layer(layer) for _ in range(DEPTH)])
+        self.layers = nn.ModuleList([kind(layer) for _ in range(DEPTH)])
         self.own_forward, self.kept = forward, []
 
     def forward(self, x):
@@ -260,6 +268,8 @@ NETS = {
     "hooks that do both": lambda: with_hooks(
         lambda module, args, out: out + args[0], lambda module, args: (args[0] * 0.5,)),
     "hooks that keep parts of the loss": hooked_parts,
+    "calls that do more than forward": lambda: Net(
+        plain, lambda net, x: loss_of(run(net, x)), Calls),
     "a result that is given detached too": lambda: two_outputs(detached, lambda y: y.abs().mean()),
     "a result that is given twice": lambda: two_outputs(doubled, lambda y: y.abs().mean()),
     "the loss that is given detached too": Metric,
@@ -278,6 +288,20 @@ def test_what_goes_beside_arguments_trains_as_on_one_device(name):
     for pin in ({"data": 2, "micro_batches": 1}, {"tensor": 2}):
         (found,) = check(loaded(name), 2, pin=pin, steps=2)
         assert found["status"] == "ok", found
+
+
+@pytest.mark.parametrize("kind", [Layer, nn.Linear])
+def test_hooks_of_all_modules_run_once(kind):
+    def change(module, args, out):
+        return out * 1.5 + args[0] if isinstance(module, kind) else None
+
+    hook = register_module_forward_hook(change)
+    try:
+        (found,) = check(loaded("parts of the loss in an attribute"), 2, pin={"data": 2})
+        (folded,) = check(loaded("hooks that do both"), 2, pin={"data": 2})
+    finally:
+        hook.remove()
+    assert found["status"] == folded["status"] == "ok", (found, folded)
 
 
 @pytest.mark.parametrize(

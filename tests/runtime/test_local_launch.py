@@ -101,7 +101,10 @@ def test_a_rank_that_ignores_the_request_is_killed(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_nothing_behind(tmp_path, number):
-    code = f"from runtime.launch import run_ranks; run_ranks({sleeper(tmp_path, '')!r}, 2)"
+    code = f"""import signal
+from runtime.launch import run_ranks
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
+run_ranks({sleeper(tmp_path, "")!r}, 2)"""
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     ids = wait_for_ranks(tmp_path, 2)
     parent.send_signal(number)

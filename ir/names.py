@@ -17,9 +17,15 @@ RESERVED = frozenset(
 ) | frozenset(dir(builtins))
 
 
+LONGEST = 60
+"""Characters of a name that is handed out, before what makes it unique."""
+
+
 def identifier(text: str, *, default: str = "value") -> str:
-    """`text` as a lower-case identifier: `h.0/attn weight` becomes `h_0_attn_weight`."""
-    word = re.sub(r"[^0-9a-zA-Z_]+", "_", text).strip("_").lower()[:60]
+    """`text` as a lower-case identifier: `h.0/attn weight` becomes `h_0_attn_weight`. One that is
+    an identifier of this kind stays as it is, whatever its length: others have the same beginning.
+    """
+    word = re.sub(r"[^0-9a-zA-Z_]+", "_", text).strip("_").lower()
     if not word:
         word = default
     if word[0].isdigit():
@@ -36,7 +42,7 @@ class Namer:
         self.used: set[str] = set()
 
     def __call__(self, text: str, *, default: str = "value") -> str:
-        base = word = identifier(text, default=default)
+        base = word = identifier(identifier(text, default=default)[:LONGEST], default=default)
         number = 1
         while word in self.used:
             word = f"{base}_{number}"

@@ -6,27 +6,24 @@ calls, keeps there what it was traced with: tensors without memory.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 
 from torch import nn
 
-from ir.trace.carried import OWN
-
-HELD = ("_parameters", "_buffers")
-"""torch's own replacement of these leaves those of a module with two paths replaced."""
-
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Attributes of its modules, set inside to other values, get theirs back, and so do parameters
-    and buffers; collections among them get back what was in them."""
+    """Attributes of its modules, set inside to other values, get theirs back; collections among
+    them get back what was in them, also those that every module has: parameters and buffers, which
+    torch's own replacement leaves replaced in a module with two paths, children, and hooks, which a
+    forward may put there once, and note that in an attribute."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     collections = [
         (value, copy(value)) for _, kept in before for name, value in kept.items()
-        if name in HELD or (name not in OWN and type(value) in (list, dict, set, deque))
+        if type(value) in (list, dict, OrderedDict, set, deque)
     ]  # fmt: skip
     try:
         yield

@@ -34,6 +34,7 @@ from ir.trace.adapters import (
 )
 from ir.trace.calls import OtherCalls
 from ir.trace.interpret import Lift, unlifted
+from ir.trace.lengths import symbolic_lengths
 from ir.trace.quiet import unprinted
 from ir.trace.reasons import chain, reason_of
 from ir.trace.source import OWN_HOME, PYTHON_HOME, TORCH_HOME, source_of
@@ -62,7 +63,7 @@ def capture(module: nn.Module, examples: list[Tensor], batch_dims: list[dict[int
     try:
         with (
             unchanged(module), _no_custom_derivatives(), OtherCalls(), unprinted(),
-            remembering_no_shapes(),
+            remembering_no_shapes(), symbolic_lengths(module),
         ):  # fmt: skip
             program = torch.export.export(
                 module, tuple(examples), dynamic_shapes={"tensors": shapes}, strict=False

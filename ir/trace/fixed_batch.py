@@ -21,6 +21,7 @@ from ir.graph import Graph
 from ir.trace.adapters import FakeTensorMode, is_number, symbolic_mode, symbolic_rows
 from ir.trace.capture import place_in, place_of
 from ir.trace.fold import named_state
+from ir.trace.lengths import symbolic_lengths
 from ir.trace.reasons import said_by
 from ir.trace.step import Leaf, Step
 
@@ -64,7 +65,7 @@ def _fixing(step: Step, leaves: list[Leaf]) -> str:
 
 def _run(step: Step, mode: FakeTensorMode, inputs: list[Tensor]) -> None:
     fakes: dict[str, Tensor] = {k: mode.from_tensor(v) for k, v in named_state(step)}
-    with mode, torch.no_grad():
+    with mode, symbolic_lengths(step), torch.no_grad():
         torch.func.functional_call(step, fakes, tuple(inputs))
 
 
@@ -79,11 +80,15 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        if not self.found and func is Tensor.__len__ and not is_number(out):
+            self.found = f"{self._place()}: len(...) of a tensor is a number: use its shape[0]"
         if not self.found and is_number(self.rows):
-            stack = [*walk_stack(currentframe())]
-            inner = takewhile(lambda at: at[0].f_code is not _run.__code__, stack)
-            place = place_in(reversed([*inner]), self.step)
             name = resolve_name(func) or getattr(func, "__name__", "a call")
             fixed = f"{name} fixes the number of rows to {int(self.rows)}"
-            self.found = f"{place}: {fixed} when torch traces it"
+            self.found = f"{self._place()}: {fixed} when torch traces it"
         return out
+
+    def _place(self) -> str:
+        stack = [*walk_stack(currentframe())]
+        inner = takewhile(lambda at: at[0].f_code is not _run.__code__, stack)
+        return place_in(reversed([*inner]), self.step)

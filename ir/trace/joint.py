@@ -7,9 +7,10 @@ inside `make_fx` on the fake tensors it was captured with, so sizes stay symboli
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -40,16 +41,19 @@ class Segment:
     outputs: tuple[fx.Node, ...]
 
 
-def replay(segment: Segment, values: list[Tensor]) -> list[Tensor]:
-    """Runs the segment's nodes on the given input tensors."""
+def replay(
+    segment: Segment, values: list[Tensor], sizes: Mapping[Any, Any] = MappingProxyType({})
+) -> list[Tensor]:
+    """Runs the segment's nodes on the given input tensors. `sizes`: what symbols are; several may
+    be the same."""
     env: dict[fx.Node, Any] = dict(zip(segment.inputs, values, strict=True))
     own = {
-        expression(size): size for value in values for size in value.shape
+        expression(size).xreplace(sizes): size for value in values for size in value.shape
         if isinstance(size, torch.SymInt)
     }  # fmt: skip
 
     def load(node: fx.Node) -> Any:
-        return env[node] if node in env else _size(node.meta["val"], own)
+        return env[node] if node in env else _size(node.meta["val"], own, sizes)
 
     for node in segment.nodes:
         if not is_size(node):
@@ -59,11 +63,14 @@ def replay(segment: Segment, values: list[Tensor]) -> list[Tensor]:
     return [env[node] for node in segment.outputs]
 
 
-def _size(value: Any, own: dict[Any, Any]) -> Any:
+def _size(value: Any, own: Mapping[Any, Any], sizes: Mapping[Any, Any]) -> Any:
     """A size computed before, in sizes that the tracer knows: of tensors at hand."""
     formula = expression(value)
-    if not isinstance(formula, sympy.Basic) or formula in own:
-        return own.get(formula, value)
+    if not isinstance(formula, sympy.Basic):
+        return value
+    formula = formula.xreplace(sizes)
+    if formula in own:
+        return own[formula]
     for other, size in own.items():
         share = formula / other
         if share.is_Rational:
@@ -102,7 +109,7 @@ def differentiate(
     def step(primals: list[Tensor], tangents: list[Tensor]) -> Any:
         leaves = _primals(primals, needs)
         with torch.enable_grad(), preserve_meta():
-            outputs = replay(segment, leaves)
+            outputs = replay(segment, leaves, sizes)
             wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
             roots = [out for out, carry in zip(outputs, carries, strict=True) if carry]
             grads = torch.autograd.grad(roots, wanted, tangents, allow_unused=True) if roots else ()

@@ -42,6 +42,8 @@ def test_a_refusal_says_what_to_try(function, why):
 @pytest.mark.parametrize(("function", "why"), [
     (lambda h: torch.kron(h, torch.ones(1, 2)),
      r"test_reasons.py:\d+.*torch.kron fixes the number of rows to 4"),
+    (lambda h: h @ h.T - torch.eye(len(h)),
+     r"test_reasons.py:\d+.*len\(...\) of a tensor is a number: use its shape\[0\]"),
     (lambda h: h * torch.ones(4, 8), r"with twice the rows .*test_reasons.py:\d+.* fails: "),
 ])  # fmt: skip
 def test_a_batch_that_stays_is_told_with_the_operation(function, why):

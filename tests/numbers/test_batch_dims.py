@@ -11,6 +11,7 @@ from runtime.models import Loaded
 ROWS, WIDTH = 12, 6
 LOSSES = {
     "each row is a class": lambda a, b: F.cross_entropy(a @ b.T, torch.arange(a.shape[0])),
+    "each row is a class, by len": lambda a, b: F.cross_entropy(a @ b.T, torch.arange(len(a))),
     "both ways": lambda a, b: (
         F.cross_entropy(a @ b.T, torch.arange(a.shape[0]))
         + F.cross_entropy(b @ a.T, torch.arange(a.shape[0]))
@@ -46,4 +47,39 @@ def test_a_dim_whose_places_count_is_not_cut_with_the_batch(name, pin):
     loaded = Loaded(Pairs(LOSSES[name]), batch, {}, None, "pairs")
     ranks = pin.get("data", 1) * pin.get("tensor", 1)
     (found,) = check(loaded, ranks, pin=pin | {"micro_batches": 1})
+    assert found["status"] == "ok", found
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, other, gate):
+        return x + gate * (self.linear(x) + other).tanh()
+
+
+class TwoInputs(nn.Module):
+    """Between two stacks of layers it uses the rows of one input beside the other one: that they
+    are as many is seen by nothing but its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.ModuleList(Layer() for _ in range(3)) for _ in range(2))
+
+    def forward(self, x, z):
+        rows, gate = x.shape[0], torch.ones(1)
+        for layer in self.first:
+            x = layer(x, gate, gate)
+        z, gate = z.tanh(), torch.arange(1.0, 1 + WIDTH)[None].expand(rows, WIDTH)
+        for layer in self.second:
+            z = layer(z, x, gate)
+        return z.square().mean()
+
+
+@pytest.mark.parametrize("pin", [{"data": 2}, {"tensor": 2}, {"pipeline": 2, "micro_batches": 3}])
+def test_rows_of_one_input_are_those_of_another(pin):
+    torch.manual_seed(0)
+    batch = (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
+    (found,) = check(Loaded(TwoInputs(), batch, {}, None, "two"), 2, pin=pin)
     assert found["status"] == "ok", found

@@ -22,9 +22,9 @@ from torch.utils._mode_utils import no_dispatch  # reads a real tensor while a m
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation that runs
 
 __all__ = [
-    "FakeTensorMode", "FxNode", "TorchDispatchMode", "constant_text", "expression", "flatten",
-    "flatten_with_paths", "hint", "is_fake", "is_number", "is_size", "is_small", "make_fx",
-    "node_meta", "one_convolution_kernel", "open_batches_of_matrices", "preserve_meta",
+    "FakeTensorMode", "FxNode", "TorchDispatchMode", "as_in_eager", "constant_text", "expression",
+    "flatten", "flatten_with_paths", "hint", "is_fake", "is_number", "is_size", "is_small",
+    "make_fx", "node_meta", "one_convolution_kernel", "open_batches_of_matrices", "preserve_meta",
     "remembering_no_shapes", "storage_id", "symbolic_mode", "symbolic_rows", "symbols_kept",
     "unflatten",
 ]  # fmt: skip
@@ -142,6 +142,18 @@ def remembering_no_shapes() -> AbstractContextManager[Any]:
 
     patched: AbstractContextManager[Any] = config.patch(fake_tensor_cache_enabled=False)
     return patched
+
+
+@contextmanager
+def as_in_eager() -> Iterator[None]:
+    """While active, `torch.compiler` says that nothing compiles or exports, as where the model is
+    used without a compiler: some compute in another way under one."""
+    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
 
 
 @contextmanager

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from ir.graph import BATCH
-from ir.trace.adapters import flatten, storage_id
+from ir.trace.adapters import as_in_eager, flatten, storage_id
 from ir.trace.capture import Capture, capture
+from ir.trace.convert import tensor_type
 from ir.trace.fold import Record
 from ir.trace.joint import Segment
 from ir.trace.segment import canonical, live_nodes
@@ -31,7 +32,9 @@ class _Alone(nn.Module):
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         args, kwargs = self.rebuild(list(tensors))
-        return [x for x in flatten(self.block.forward(*args, **kwargs))[0] if isinstance(x, Tensor)]
+        with as_in_eager():
+            output = self.block.forward(*args, **kwargs)
+        return [x for x in flatten(output)[0] if isinstance(x, Tensor)]
 
 
 def capture_record(record: Record) -> Capture:
@@ -45,6 +48,15 @@ def has_state_of_others(body: Capture, state: Iterable[Tensor]) -> bool:
     known by name, but not that of modules that are arguments, say, or lie in plain lists."""
     known = set(map(storage_id, state))
     return any(storage_id(constant) in known for constant in body.constants.values())
+
+
+def result_name(node: fx.Node, body: Capture, record: Record) -> str:
+    """A result is named like the argument of its type: `hidden_states` stays that."""
+    kind = tensor_type(node.meta["val"], body.sizes)
+    for holder in body.graph.nodes:
+        if holder.name in body.inputs and tensor_type(holder.meta["val"], body.sizes) == kind:
+            return record.names[body.inputs[holder.name]]
+    return record.path.rsplit(".", 1)[0] + "_out"
 
 
 def last_texts(records: list[Record]) -> dict[int, str]:

@@ -23,16 +23,16 @@ from ir.errors import CaptureError, ShardwrightError
 from ir.graph import BATCH, Graph, Input, State
 from ir.names import Namer
 from ir.trace.adapters import FxNode, one_convolution_kernel, open_batches_of_matrices
-from ir.trace.block import body_nodes, capture_record, has_state_of_others, last_texts
+from ir.trace.block import body_nodes, capture_record, has_state_of_others, last_texts, result_name
 from ir.trace.capture import Capture, capture, explain
 from ir.trace.convert import tensor_type
 from ir.trace.copied import meanwhile
 from ir.trace.fixed_batch import with_reason
-from ir.trace.fold import Record, Recorder, families, marks_of, named_state
+from ir.trace.fold import Entangled, Recorder, families, marks_of, named_state
 from ir.trace.gradients import Piece, blocks_of
 from ir.trace.joint import Segment
 from ir.trace.masks import recognise_masks
-from ir.trace.members import DryRun, Entangled, refuse_unlike
+from ir.trace.members import DryRun, refuse_unlike
 from ir.trace.positions import check_positions
 from ir.trace.quiet import quiet_torch
 from ir.trace.refusals import refuse_batch, refuse_model, refuse_shared_memory
@@ -209,17 +209,23 @@ class _Builder:
         nothing else was seen to read, are hidden from it. One that is read all the same would
         become a constant; where there are constants, it is to see all."""
         if self.recorder.hidden:
-            with suppress(CaptureError):
+            try:
                 top = self._exported(examples, dims, self.recorder.hidden)
                 if not top.constants:
                     return top
+            except Entangled:
+                raise
+            except CaptureError:
+                pass
         return self._exported(examples, dims, ())
 
     def _exported(
         self, examples: list[Tensor], dims: list[dict[int, Any]], hidden: tuple[str, ...]
     ) -> Capture:
         with self.recorder.installed("opaque"), self.step.hiding(hidden):
-            return capture(self.step, examples, dims)
+            top = capture(self.step, examples, dims)
+            self.recorder.check_all_called()
+            return top
 
     def _static(self, leaf: Leaf, index: int) -> None:
         if leaf.rows is not None and index == 0:
@@ -338,6 +344,8 @@ class _Builder:
             else self._origin(n, body, "block.", record.path)
             for n in inputs
         ]  # fmt: skip
+        if len(set(arguments)) < len(arguments):
+            raise Entangled(f"{record.path} has one value twice")
         results, outputs = [], []
         changed = self.changed_by_members[len(self.pieces)] = set[str]()
         for user in call.users:
@@ -347,7 +355,7 @@ class _Builder:
                 continue
             if node not in outputs:
                 outputs.append(node)
-                results.append(self.namer(self._result_name(node, body, record)))
+                results.append(self.namer(result_name(node, body, record)))
             values[user] = results[outputs.index(node)]
         for holder, node in body.updates.items():
             place = next(n for n in holders if n.name == holder)
@@ -368,15 +376,6 @@ class _Builder:
             Piece(Segment(tuple(nodes), inputs, tuple(outputs)), body.sizes, held, arguments,
                    results, record.path, name, names)
         )  # fmt: skip
-
-    @staticmethod
-    def _result_name(node: fx.Node, body: Capture, record: Record) -> str:
-        """A result is named like the argument of its type: `hidden_states` stays that."""
-        kind = tensor_type(node.meta["val"], body.sizes)
-        for holder in body.graph.nodes:
-            if holder.name in body.inputs and tensor_type(holder.meta["val"], body.sizes) == kind:
-                return record.names[body.inputs[holder.name]]
-        return record.path.rsplit(".", 1)[0] + "_out"
 
     def _held(self, value: str) -> str:
         """What kind of value an input is: equal pieces must agree in it."""

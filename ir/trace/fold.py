@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ir.errors import CaptureError
 from ir.trace.adapters import flatten, unflatten
-from ir.trace.carried import OWN
+from ir.trace.carried import OWN, PLAIN
 from ir.trace.library import CALL_SIGNATURE
 from ir.trace.operations import Operations, Outside, tensors_of
 from ir.trace.step import named_tensors
@@ -84,6 +85,11 @@ def _comparable(value: Any) -> Any:
             return id(value)
 
 
+class Entangled(CaptureError):
+    """A member of a family reads or changes what others do, beside its arguments and results, or
+    is called otherwise than when it was seen alone."""
+
+
 @dataclass
 class Record:
     """One call of a folded member: how it was called, what it ran and what came out."""
@@ -104,7 +110,8 @@ class Record:
 
     @property
     def inputs(self) -> list[Tensor]:
-        return tensors_of(self.leaves)
+        """Each once: of a tensor that is given several times all gradients add up."""
+        return distinct(self.leaves)
 
     def watched(self) -> Operations:
         """For a run of it."""
@@ -113,21 +120,32 @@ class Record:
 
     def rebuild(self, tensors: list[Tensor]) -> Any:
         """The member's (args, kwargs) with these tensors in place of the recorded ones."""
-        supply = iter(tensors)
-        return unflatten(
-            [next(supply) if isinstance(x, Tensor) else x for x in self.leaves], self.spec
-        )
+        supply = dict(zip(map(id, self.inputs), tensors, strict=True))
+        return unflatten([supply.get(id(x), x) for x in self.leaves], self.spec)
 
     @property
     def names(self) -> list[str]:
         """Names of the input tensors, after the parameters of the member's forward."""
         args, kwargs = unflatten(self.leaves, self.spec)
-        return [name for name, _, _ in named_tensors(self.module, args, kwargs)]
+        names = dict[int, str]()
+        for name, _, tensor in named_tensors(self.module, args, kwargs):
+            names.setdefault(id(tensor), name)
+        return list(names.values())
 
     @property
     def call(self) -> tuple[Any, ...]:
-        """The family, and what its member was called with: literals and types of tensors."""
-        return self.family, str(self.spec), *map(_word, self.leaves)
+        """The family, and what its member was called with: literals, types of tensors, and which
+        of those are the same."""
+        return self.family, str(self.spec), *map(_word, self.leaves), *places(self.leaves)
+
+    def is_called_by(self, path: str, leaves: list[Any], spec: Any) -> bool:
+        """Whether another run calls this member in the same way, but for sizes of tensors: literals
+        that depend on those are none."""
+        return (
+            path == self.path and str(spec) == str(self.spec)
+            and places(leaves) == places(self.leaves)
+            and list(map(_kind, leaves)) == list(map(_kind, self.leaves))
+        )  # fmt: skip
 
     @property
     def made(self) -> tuple[Any, ...]:
@@ -140,8 +158,26 @@ class Record:
         return *self.call, self.operations
 
 
+def distinct(leaves: list[Any]) -> list[Tensor]:
+    """The tensors among them, each once."""
+    return list({id(x): x for x in tensors_of(leaves)}.values())
+
+
+def places(leaves: list[Any]) -> list[int]:
+    """Of every tensor among them, which of the distinct ones it is."""
+    numbers = {id(x): n for n, x in enumerate(distinct(leaves))}
+    return [numbers[id(x)] for x in tensors_of(leaves)]
+
+
 def _word(leaf: Any) -> str:
     return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _kind(leaf: Any) -> str:
+    """As `_word`, without sizes, and without what an object calls itself."""
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dim()} dims of {leaf.dtype}"
+    return repr(leaf) if isinstance(leaf, (*PLAIN, torch.SymInt, torch.dtype)) else "an object"
 
 
 _PENDING: dict[str, Record] = {}
@@ -236,17 +272,30 @@ class Recorder:
                 if self.phase in ("record", "every"):
                     record = Record(path, family, module, spec, leaves, self.rows)
                     return self._record(record, partial(forward, *args, **kwargs))
-                record = self.records[self.position]
-                self.position += 1
+                record = self._next(path, leaves, spec)
                 if self.phase == "resize":
                     return self._resize(record, forward, leaves, spec)
                 if self.phase == "replay":
                     return self._again(record)
                 key = str(self.position - 1)
                 _PENDING[key] = record
-                return self._results(record, OPAQUE(tensors_of(leaves), key))
+                return self._results(record, OPAQUE(distinct(leaves), key))
 
         return stub
+
+    def _next(self, path: str, leaves: list[Any], spec: Any) -> Record:
+        """What was recorded of the call that is next."""
+        self.position += 1
+        if self.position <= len(self.records):
+            record = self.records[self.position - 1]
+            if record.is_called_by(path, leaves, spec):
+                return record
+        raise Entangled(f"{path} is called otherwise than before")
+
+    def check_all_called(self) -> None:
+        """After a run that follows what was recorded."""
+        if self.position < len(self.records):
+            raise Entangled(f"{self.records[self.position].path} is called no more")
 
     def _record(self, record: Record, run: Callable[[], Any]) -> Any:
         """The caller's own arguments are given: what is put into them is found there."""
@@ -259,6 +308,7 @@ class Recorder:
             record.out_leaves, record.out_spec = known.out_leaves, known.out_spec
             record.operations = known.operations
         self.records.append(record)
+        self.position += 1
         return self._again(record)
 
     def _again(self, record: Record) -> Any:
@@ -270,7 +320,7 @@ class Recorder:
         if not twin.output_sizes:
             args, kwargs = unflatten(leaves, spec)
             outputs = tensors_of(flatten(forward(*args, **kwargs))[0])
-            twin.input_sizes = _pairs(record.inputs, tensors_of(leaves))
+            twin.input_sizes = _pairs(record.inputs, distinct(leaves))
             twin.output_sizes = _pairs(tensors_of(record.out_leaves), outputs)
         record.input_sizes, record.output_sizes = twin.input_sizes, twin.output_sizes
         like = zip(tensors_of(record.out_leaves), record.output_sizes, strict=True)

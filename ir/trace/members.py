@@ -15,19 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ir.errors import CaptureError
-from ir.trace.adapters import FakeTensorMode
+from ir.trace.adapters import FakeTensorMode, as_in_eager
 from ir.trace.block import function_text, last_texts
 from ir.trace.capture import Capture, explain
-from ir.trace.fold import Record, Recorder, named_state
+from ir.trace.fold import Entangled, Record, Recorder, named_state
 from ir.trace.operations import Outside
 from ir.trace.step import Leaf, Step
 from ir.trace.unchanged import unchanged
 
 Groups = list[tuple[str, ...]]
-
-
-class Entangled(Exception):
-    """A member of a family reads or changes what others do, beside its arguments and results."""
 
 
 class DryRun:
@@ -68,6 +64,7 @@ class DryRun:
         try:
             with unchanged(self.step.model), recorder.installed(phase), self.mode, seen:
                 torch.func.functional_call(self.step, state, tuple(inputs))
+                recorder.check_all_called()
         except CaptureError:
             raise
         except Exception as error:
@@ -121,7 +118,7 @@ class _Watched(nn.Module):
     def forward(self) -> str:
         args, kwargs = self.record.rebuild(self.record.inputs)
         seen = self.record.watched()
-        with seen:
+        with seen, as_in_eager():
             self.block.forward(*args, **kwargs)
         return seen.digest
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ir.errors import CaptureError
-from ir.trace.adapters import flatten, flatten_with_paths, unflatten
+from ir.trace.adapters import as_in_eager, flatten, flatten_with_paths, unflatten
 from ir.trace.carried import PLAIN, Place, attributes, changed
 
 SMALLEST_TRACED_BATCH = 4
@@ -84,10 +84,11 @@ class Step(nn.Module):
         leaves = [next(supply) if isinstance(x, Tensor) else x for x in self.leaves]
         args, kwargs = unflatten(leaves, self.spec)
         before = attributes(self.model)
-        with _no_next_call(self.model):
+        with as_in_eager(), _no_next_call(self.model):
             output = self.model(*args, **kwargs)
         self.report.changed |= dict.fromkeys(changed(before, attributes(self.model)))
-        loss = self.loss(output) if self.loss is not None else find_loss(output)
+        with as_in_eager():
+            loss = self.loss(output) if self.loss is not None else find_loss(output)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise CaptureError(f"the loss must be a tensor with no dims, got {kind}.")

@@ -160,8 +160,13 @@ def test_constants_that_are_equal_do_not_part_layers() -> None:
     assert len(set(layer_blocks(traced([Layer(extra) for _ in range(4)])))) == 1
 
 
+def is_exported(x: Tensor) -> bool:
+    """Export has symbols for sizes, the runs before it have none."""
+    return x.fake_mode.shape_env is not None
+
+
 def only_when_captured(layer: Layer, y: Tensor) -> Tensor:
-    return y * (layer.index + 1) if torch.compiler.is_exporting() else y
+    return y * (layer.index + 1) if is_exported(y) else y
 
 
 def test_a_difference_that_only_the_capture_shows_is_refused() -> None:
@@ -198,7 +203,7 @@ class Reader(Stack):
         for layer in self.layers:
             x = layer(x)
         weight = self.layers[2].linear.weight
-        if self.how == "reads" or (self.how == "at export" and torch.compiler.is_exporting()):
+        if self.how == "reads" or (self.how == "at export" and is_exported(x)):
             x = x @ weight
         elif self.how == "asks":
             x = x.to(weight.dtype) / sum(p.numel() for p in self.parameters())

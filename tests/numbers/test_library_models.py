@@ -42,6 +42,14 @@ MODELS = {
          "mlp_ratios": [2, 2], "decoder_hidden_size": 16, "num_labels": CLASSES,
          "drop_path_rate": 0.0, "classifier_dropout_prob": 0.0},
     ),
+    "MPNetForMaskedLM": (TEXT, {
+        **SIZES, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }),
+    "FunnelForMaskedLM": (TEXT, {
+        "vocab_size": 96, "block_sizes": [1, 1], "d_model": 32, "n_head": 4, "d_head": 8,
+        "d_inner": 64, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    }),
     "CLIPModel": (
         {"input_ids": IDS, "pixel_values": IMAGES, "return_loss": True},
         {"text_config": {**SIZES, "eos_token_id": 2},

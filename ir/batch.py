@@ -216,7 +216,8 @@ def needs_whole_batch(graph: Graph, batch_flow: Flow) -> str | None:
         for value, gradient in block.gradients:
             want = dual(result.place[value])
             if result.place[gradient] not in (want, REPLICATE):
-                return f"{call.path}: the gradient of {value} needs all rows of the batch at once"
+                where = call.path or "the model"
+                return f"{where}: the gradient of {value} needs all rows of the batch at once"
     return None
 
 

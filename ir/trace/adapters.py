@@ -17,6 +17,7 @@ from torch.fx import traceback as fx_traceback  # carries module and line to tra
 from torch.fx.experimental import symbolic_shapes  # sizes that may be any number
 from torch.fx.experimental.proxy_tensor import make_fx  # the only tracer below autograd
 from torch.multiprocessing.reductions import StorageWeakRef  # memory, also of the meta device
+from torch.nn.modules import transformer  # looks at the values of masks
 from torch.utils import _pytree as pytree  # the flattening that torch.export itself uses
 from torch.utils._mode_utils import no_dispatch  # reads a real tensor while a mode is active
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operation that runs
@@ -147,13 +148,17 @@ def remembering_no_shapes() -> AbstractContextManager[Any]:
 @contextmanager
 def as_in_eager() -> Iterator[None]:
     """While active, `torch.compiler` says that nothing compiles or exports, as where the model is
-    used without a compiler: some compute in another way under one."""
+    used without a compiler: some compute in another way under one. Torch's own transformers use a
+    mask as it is and do not look whether it is the causal one, which changes no number."""
     flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    look = transformer._detect_is_causal_mask
     torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     try:
         yield
     finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+        transformer._detect_is_causal_mask = look
 
 
 @contextmanager
